@@ -1,0 +1,1 @@
+"""One KV-state cache in shared memory for all llama.cpp workers of a machine."""

@@ -1,0 +1,1 @@
+"""Command-line tools: one question each, over the shmcache library."""

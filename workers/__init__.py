@@ -1,0 +1,1 @@
+"""Model workers over llama-cpp-python."""
