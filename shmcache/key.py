@@ -84,13 +84,12 @@ class PrefixWalk:
     def __init__(self, seed: bytes, text: Buffer) -> None:
         self._view = view = memoryview(text).cast("B")
         self.text_bytes = len(view)
-        state = _seeded(seed)
-        self._states = [state.copy()]
-        self.block_keys = [state.digest()]
+        self._states = states = [_seeded(seed)]
         for start in range(0, self.text_bytes - BLOCK_BYTES + 1, BLOCK_BYTES):
+            state = states[-1].copy()
             state.update(view[start : start + BLOCK_BYTES])
-            self._states.append(state.copy())
-            self.block_keys.append(state.digest())
+            states.append(state)
+        self.block_keys = [state.digest() for state in states]
 
     def key_at(self, length: int) -> bytes:
         """Return the key of the prompt's first `length` bytes; IndexError beyond its end."""
