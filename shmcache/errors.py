@@ -99,7 +99,8 @@ class NoCoordinator(ShmcacheError):
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         super().__init__(
-            f"no coordinator runs for namespace {namespace!r}: start shmcache-coordinator --namespace {namespace}"
+            f"no coordinator runs for namespace {namespace!r}: "
+            f"start shmcache-coordinator --namespace {namespace}"
         )
 
 

@@ -1,0 +1,154 @@
+"""Frozen settings, checked once: what may a namespace hold, and when is a state worth saving?
+
+Three sources, the later over the earlier: a TOML file, the environment (`SHMCACHE_RAM_FILE_BYTES`),
+the command line (`--ram-file-bytes`). One name everywhere, spelled as each source spells names.
+
+Owner: whoever starts a coordinator or a worker. Readers: everybody, and nobody changes a value.
+Leaves out: the command line itself (server, tools) and what a machine has free (server).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shmcache.errors import ConfigError
+
+NAMESPACE = re.compile(r"[a-z0-9-]{1,32}")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_ROWS_LIMIT = 4_000_000
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_size(value: str | int) -> int:
+    """Bytes from `48M`, `1.5GiB`, `512k` or a plain number. Raises ConfigError."""
+    if isinstance(value, int):
+        return value
+    match = _SIZE.fullmatch(value.strip())
+    if match is None:
+        raise ConfigError(f"{value!r} is not a size: write bytes, or a number with K, M, G or T")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def check_namespace(namespace: str) -> str:
+    """The namespace itself, or ConfigError: it becomes part of file, queue and segment names."""
+    if NAMESPACE.fullmatch(namespace) is None:
+        raise ConfigError(f"namespace {namespace!r} must match [a-z0-9-]{{1,32}}")
+    return namespace
+
+
+class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one coordinator.
+
+    namespace       whose index, slabs and queue these are.
+    ram_file_bytes  budget of the ram_file tier; None takes half of what /dev/shm has free at start,
+                    because the model's own buffers and other programs want the rest.
+    max_rows        capacity of the index in rows; 65,536 rows of 40 MB are 2.6 TB, more than any
+                    memory tier holds, in 30 MB of index.
+    log_level       of the coordinator's log on stderr.
+    """
+
+    namespace: str = "default"
+    ram_file_bytes: int | None = None
+    max_rows: int = 65_536
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        check_namespace(self.namespace)
+        if self.ram_file_bytes is not None and self.ram_file_bytes < 1:
+            raise ConfigError(f"ram_file_bytes ({self.ram_file_bytes}) must be at least 1")
+        if not 1 <= self.max_rows <= MAX_ROWS_LIMIT:
+            raise ConfigError(f"max_rows ({self.max_rows}) must be between 1 and {MAX_ROWS_LIMIT}")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"log_level ({self.log_level}) must be one of {', '.join(LOG_LEVELS)}")
+
+
+class Gates(msgspec.Struct, frozen=True, kw_only=True):
+    """When a state is worth a row. Tokens, bytes of nothing, milliseconds for the two waits.
+
+    min_tokens               shortest row: below it a restore saves less than the save costs.
+    cold_min_tokens          shortest prompt whose head and trimmed anchors are saved.
+    cold_max_tokens          deepest anchor that is saved: beyond it one row outweighs many.
+    continued_interval       decoded tokens between two `continued` saves.
+    boundary_trim_tokens     the trimmed anchor stays this far before the end, where turns differ.
+    boundary_align_tokens    its alignment; a multiple of 64, below which kernels change (policy).
+    session_resume_wait_ms   how long a lookup may wait for a save in flight.
+    evict_save_timeout_ms    how long the blocking reasons, evict and shutdown, may block.
+    """
+
+    min_tokens: int = 512
+    cold_min_tokens: int = 512
+    cold_max_tokens: int = 30_000
+    continued_interval: int = 2_048
+    boundary_trim_tokens: int = 65
+    boundary_align_tokens: int = 256
+    session_resume_wait_ms: int = 500
+    evict_save_timeout_ms: int = 30_000
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} ({getattr(self, name)}) must not be negative")
+        if self.cold_min_tokens < self.min_tokens:
+            raise ConfigError(
+                f"cold_min_tokens ({self.cold_min_tokens}) must be >= min_tokens ({self.min_tokens})"
+            )
+        if self.cold_max_tokens < self.cold_min_tokens:
+            raise ConfigError(
+                f"cold_max_tokens ({self.cold_max_tokens}) must be >= "
+                f"cold_min_tokens ({self.cold_min_tokens})"
+            )
+        if self.continued_interval < 1:
+            raise ConfigError(f"continued_interval ({self.continued_interval}) must be at least 1")
+        if self.boundary_align_tokens < 64 or self.boundary_align_tokens % 64:
+            raise ConfigError(
+                f"boundary_align_tokens ({self.boundary_align_tokens}) must be a multiple of 64"
+            )
+
+
+def load(
+    flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ, file: Path | None = None
+) -> CoordinatorConfig:
+    """Settings from flags over environment over file.
+
+    Args:
+        flags: values by setting name; None means not given.
+        environment: `SHMCACHE_<NAME>` strings.
+        file: a TOML file with the same names, dashes or underscores.
+    Raises:
+        ConfigError: an unknown name, a value of the wrong type, or one out of its range.
+    """
+    names = CoordinatorConfig.__struct_fields__
+    values: dict[str, Any] = _read_file(file, names) if file is not None else {}
+    for name in names:
+        if (from_environment := environment.get(f"SHMCACHE_{name.upper()}")) is not None:
+            values[name] = from_environment
+        if flags.get(name) is not None:
+            values[name] = flags[name]
+    if values.get("ram_file_bytes") is not None:
+        values["ram_file_bytes"] = parse_size(values["ram_file_bytes"])
+    try:
+        return msgspec.convert(values, CoordinatorConfig, strict=False)
+    except msgspec.ValidationError as error:
+        # Our own checks arrive wrapped: the cause carries the message with both values.
+        raise ConfigError(str(error.__cause__ or error)) from error
+
+
+def _read_file(file: Path, names: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            table = tomllib.load(stream)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"settings file {file}: {error}") from error
+    values = {name.replace("-", "_"): value for name, value in table.items()}
+    if unknown := sorted(set(values) - set(names)):
+        raise ConfigError(f"settings file {file}: unknown {', '.join(unknown)}; known: {', '.join(names)}")
+    return values

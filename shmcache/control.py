@@ -1,0 +1,116 @@
+"""The control page: which epoch is the namespace in, and does its coordinator live?
+
+    offset size name     writer       meaning
+    0      8    magic    maker        "shmcctl2"
+    8      8    layout   coordinator  hash of all layouts in shared memory and of the messages
+    16     8    epoch    coordinator  random, 63 bits; names the index segment; 0 = none, look again
+    24     8    forget   coordinator  number of forget commands so far; never goes back
+    32     8    clear    coordinator  the same for decisions; never goes back
+    40     8    pid      coordinator  for people to read; liveness is the lock
+    48     8    started  coordinator  Unix seconds of the coordinator's start
+
+Owner: the first coordinator makes it, complete, and nobody ever unlinks it; so every mapping ever
+made of it, by whatever process, stays the one that the next coordinator writes.
+Readers: everybody, through a read-only mapping.
+Invariants
+    I1  epoch is stored last: whoever reads it not 0 finds layout, forget, clear and index complete.
+    I2  A coordinator lives if and only if the file's kernel lock is held.
+Leans on
+    Aligned 8-byte stores through memoryview.cast("Q") are seen whole.
+    On x86-64 stores become visible in program order; elsewhere the index's check words catch a
+    reader that sees the epoch first.
+Leaves out: what an epoch's index holds (index), how to reach the coordinator (mq).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from enum import IntEnum
+
+from shmcache import shm
+from shmcache.errors import AlreadyRunning, LayoutMismatch, NoCoordinator
+from shmcache.shm import Mapping, Names
+
+SIZE_BYTES = 4096
+_MAGIC = int.from_bytes(b"shmcctl2", "little")
+
+
+class Word(IntEnum):
+    """Index of each 8-byte word."""
+
+    MAGIC = 0
+    LAYOUT = 1
+    EPOCH = 2
+    FORGET = 3
+    CLEAR = 4
+    PID = 5
+    STARTED = 6
+
+
+class ControlPage:
+    """A worker's view: read-only words and the question whether a coordinator lives."""
+
+    def __init__(self, fd: int, *, writable: bool = False) -> None:
+        self._fd = fd
+        self._mapping = Mapping(fd, SIZE_BYTES, writable=writable)
+        self.words = self._mapping.words
+
+    @classmethod
+    def open(cls, names: Names) -> ControlPage:
+        """Open the namespace's page. Raises NoCoordinator if there never was one, ForeignObject."""
+        try:
+            os.close(shm.open_directory(names.directory))
+            fd = shm.open_owned(names.control, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise NoCoordinator(names.namespace) from error
+        return cls(fd)
+
+    def epoch(self, layout: int) -> int:
+        """The current epoch, 0 if none. Raises LayoutMismatch if the other side is built otherwise."""
+        epoch = self.words[Word.EPOCH]
+        if epoch and (theirs := self.words[Word.LAYOUT]) != layout:
+            raise LayoutMismatch(layout, theirs)
+        return epoch
+
+    def coordinator_lives(self) -> bool:
+        """Asks the kernel, so it costs a system call: never on a hit."""
+        return shm.is_locked(self._fd)
+
+    def close(self) -> None:
+        """End this view. Closing the coordinator's own view gives up its lock."""
+        self._mapping.close()
+        os.close(self._fd)
+
+
+class OwnedControlPage(ControlPage):
+    """The coordinator's view: holds the lock that says it lives, and writes the words."""
+
+    @classmethod
+    def acquire(cls, names: Names) -> OwnedControlPage:
+        """Make the page where there is none, and take its lock. Raises AlreadyRunning."""
+        content = struct.pack("<Q", _MAGIC)
+        shm.make_complete_file(names.control, content, size_bytes=SIZE_BYTES)
+        fd = shm.open_owned(names.control, os.O_RDWR)
+        if os.fstat(fd).st_size != SIZE_BYTES:
+            os.ftruncate(fd, SIZE_BYTES)
+            shm.allocate(fd, SIZE_BYTES)
+        page = cls(fd, writable=True)
+        if not shm.try_lock(fd):
+            pid = page.words[Word.PID]
+            page.close()
+            raise AlreadyRunning(names.namespace, pid)
+        page.words[Word.MAGIC] = _MAGIC
+        page.words[Word.PID] = os.getpid()
+        return page
+
+    def close_epoch(self) -> None:
+        """Say that there is no index, before the old one goes or the other words change."""
+        self.words[Word.EPOCH] = 0
+
+    def open_epoch(self, epoch: int, layout: int, started_unix_s: int) -> None:
+        """Announce a complete index: all other words first, the epoch last (I1)."""
+        self.words[Word.EPOCH] = 0
+        self.words[Word.LAYOUT] = layout
+        self.words[Word.STARTED] = started_unix_s
+        self.words[Word.EPOCH] = epoch

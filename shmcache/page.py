@@ -1,0 +1,308 @@
+"""A worker's page: what has this worker counted and touched, and where do its replies go?
+
+    offset size  name      writer       meaning
+    0      8     magic     worker       "shmcpag2"
+    8      8     layout    worker       LAYOUT of whoever made the page
+    16     8     client    worker       random id; the page's file name in hex
+    24     8     pid       worker       for people to read; liveness is the lock
+    32     8     progress  worker       moves with every decoded piece and written slab
+    40     8     unnamed   worker       bytes of slabs without a name that it holds
+    48     8     touches   worker       touches written so far, modulo nothing: the ring's head
+    56     8     mapped    worker       bytes of slabs that it keeps mapped
+    64     8     orphaned  worker       those of them whose row has left
+    512    1024  counters  worker       one word for each name in COUNTERS
+    4096   8192  ring      worker       1,024 touch words: slot | generation << 32
+    12288  65536 mailboxes coordinator  16 of 4,096 bytes:
+                                        0 request id (stored last) · 8 length · 12 crc32c · 16 body
+
+Owner: the worker, one page each, in pages/<client>. Made without a name, locked, then linked: there
+is no moment in which a scanner could see it unlocked while its owner lives.
+Readers: the coordinator, once a tick and at messages; `shmcache stat`.
+Invariants
+    I1  The owner lives if and only if the page's kernel lock is held; once it is free nothing of
+        that process writes here any more.
+    I2  Each word has one writer.
+    I3  A reply is complete if and only if its mailbox's request id is the one that was asked:
+        body, length and checksum are stored before it.
+    I4  The ring is never full: an old touch is overwritten, and the reader counts what it missed.
+Leans on
+    A forked child that closes the descriptor does not free the lock of its parent; one that keeps
+    it keeps the lock alive, hence the at-fork hook in client.
+    A FIFO opened for reading and writing never reports a hang-up; its bytes stay until read; a write
+    to one that nobody reads fails with EPIPE or ENXIO.
+Leaves out: the meaning of messages (protocol).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import stat
+import struct
+import time
+from enum import IntEnum
+
+from crc32c import crc32c
+
+from shmcache import shm
+from shmcache.errors import ForeignObject, LayoutMismatch
+from shmcache.shm import Mapping, Names
+
+MAILBOXES = 16
+MAILBOX_BYTES = 4096
+BODY_OFFSET = 16
+BODY_BYTES = MAILBOX_BYTES - BODY_OFFSET
+RING_WORDS = 1024
+MAILBOX_OFFSET = 4096 + 8 * RING_WORDS
+SIZE_BYTES = MAILBOX_OFFSET + MAILBOXES * MAILBOX_BYTES
+
+_MAGIC = int.from_bytes(b"shmcpag2", "little")
+_COUNTER_WORD = 512 // 8
+_RING_WORD = 4096 // 8
+_REPLY_HEAD = struct.Struct("<II")
+
+# Appended to, never reordered. `save_dropped_*` is a save that did not happen, and why.
+COUNTERS = (
+    "hit_exact",
+    "hit_partial",
+    "miss_cold",
+    "untracked",
+    "uncached",
+    "reused_tokens",
+    "prefilled_tokens",
+    "mapped_slabs",
+    "corrupt_rows",
+    "restore_refused",
+    "cache_faults",
+    "waited",
+    "save_handed_over",
+    "save_present",
+    "save_held",
+    "save_dropped_no_space",
+    "save_dropped_queue_full",
+    "save_dropped_no_coordinator",
+    "save_dropped_stale",
+    "save_dropped_timeout",
+    "save_dropped_cancelled",
+    "save_dropped_failed",
+    "foreign_objects",
+)
+COUNTER_INDEX = {name: index for index, name in enumerate(COUNTERS)}
+
+LAYOUT = crc32c(repr((2, SIZE_BYTES, MAILBOXES, MAILBOX_BYTES, RING_WORDS, COUNTERS)).encode())
+
+
+class Word(IntEnum):
+    """Index of each 8-byte word of the first part."""
+
+    MAGIC = 0
+    LAYOUT = 1
+    CLIENT = 2
+    PID = 3
+    PROGRESS = 4
+    UNNAMED = 5
+    TOUCHES = 6
+    MAPPED = 7
+    ORPHANED = 8
+
+
+class _PageView:
+    def __init__(self, mapping: Mapping, client: int) -> None:
+        self.client = client
+        self._mapping = mapping
+        self.words = mapping.words
+
+    def counters(self) -> dict[str, int]:
+        """What this worker has counted since it attached."""
+        return dict(
+            zip(COUNTERS, self.words[_COUNTER_WORD : _COUNTER_WORD + len(COUNTERS)].tolist(), strict=True)
+        )
+
+
+def _map_page(fd: int) -> Mapping:
+    """Map an existing page. Raises LayoutMismatch where a differently built worker made it."""
+    if os.fstat(fd).st_size != SIZE_BYTES:
+        raise LayoutMismatch(LAYOUT, 0)
+    mapping = Mapping(fd, SIZE_BYTES, writable=True)
+    if (theirs := mapping.words[Word.LAYOUT]) != LAYOUT:
+        mapping.close()
+        raise LayoutMismatch(LAYOUT, theirs)
+    return mapping
+
+
+class WorkerPage(_PageView):
+    """The owner's side: holds the lock, counts, touches, and waits for replies."""
+
+    def __init__(self, names: Names, client: int) -> None:
+        self._path = names.pages / f"{client:016x}"
+        self._fifo_directory = names.fifos
+        self._fifos: dict[int, int] = {}
+        directory_fd = shm.open_directory(names.pages)
+        try:
+            self._fd = shm.make_unnamed(directory_fd)
+            shm.allocate(self._fd, SIZE_BYTES)
+            super().__init__(Mapping(self._fd, SIZE_BYTES, writable=True), client)
+            for word, value in (
+                (Word.MAGIC, _MAGIC),
+                (Word.LAYOUT, LAYOUT),
+                (Word.CLIENT, client),
+                (Word.PID, os.getpid()),
+            ):
+                self.words[word] = value
+            shm.try_lock(self._fd)
+            shm.give_name(self._fd, directory_fd, self._path.name)
+        finally:
+            os.close(directory_fd)
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a counter. The caller serialises threads (client)."""
+        self.words[_COUNTER_WORD + COUNTER_INDEX[name]] += by
+
+    def touch(self, slot: int, generation: int) -> None:
+        """Note the use of a row: the touch first, then the head that shows it."""
+        head = self.words[Word.TOUCHES]
+        self.words[_RING_WORD + head % RING_WORDS] = slot | (generation & 0xFFFFFFFF) << 32
+        self.words[Word.TOUCHES] = head + 1
+
+    def prepare_wait(self, mailbox: int) -> None:
+        """Make the mailbox's FIFO, once, before its first request is sent."""
+        if mailbox in self._fifos:
+            return
+        path = self._fifo_directory / f"{self.client:016x}.{mailbox}"
+        os.mkfifo(path, 0o600)
+        # Read and write: with a writer of our own there is no hang-up to spin on.
+        fd = shm.open_owned(path, os.O_RDWR, kind=stat.S_IFIFO)
+        os.fchmod(fd, 0o600)
+        self._fifos[mailbox] = fd
+
+    def reply(self, mailbox: int, request: int) -> bytes | None:
+        """The reply to `request`, or None if it is not there yet (I3)."""
+        start = MAILBOX_OFFSET + mailbox * MAILBOX_BYTES
+        if self.words[start // 8] != request:
+            return None
+        length, crc = _REPLY_HEAD.unpack_from(self._mapping.bytes, start + 8)
+        if length > BODY_BYTES:
+            return None
+        body = bytes(self._mapping.bytes[start + BODY_OFFSET : start + BODY_OFFSET + length])
+        return body if crc32c(body) == crc else None
+
+    def wait(self, mailbox: int, request: int, deadline_ns: int) -> bytes | None:
+        """Wait for a reply until a time.monotonic_ns() deadline; None when it has passed.
+
+        Look, poll, read empty, look again: a byte that arrives between two looks is never lost,
+        and an old byte costs one more look.
+        """
+        fd = self._fifos[mailbox]
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        while True:
+            if (body := self.reply(mailbox, request)) is not None:
+                return body
+            left_ns = deadline_ns - time.monotonic_ns()
+            if left_ns <= 0:
+                return None
+            poll.poll(max(1, left_ns // 1_000_000))
+            with contextlib.suppress(BlockingIOError):
+                while os.read(fd, 64):
+                    pass
+
+    def close_in_child(self) -> None:
+        """In a forked child: let the parent's lock go with the parent, and touch nothing else."""
+        os.close(self._fd)
+        for fd in self._fifos.values():
+            os.close(fd)
+        self._fifos.clear()
+        self._mapping.close()
+
+    def close(self) -> None:
+        """Leave: the names go first, then the lock; the coordinator frees the rest."""
+        shm.unlink_quietly(self._path)
+        for mailbox, fd in self._fifos.items():
+            shm.unlink_quietly(self._fifo_directory / f"{self.client:016x}.{mailbox}")
+            os.close(fd)
+        self._fifos.clear()
+        self._mapping.close()
+        os.close(self._fd)
+
+
+class ClientPage(_PageView):
+    """The coordinator's side of one worker: liveness, touches, counts, mailboxes."""
+
+    def __init__(self, names: Names, client: int) -> None:
+        self._path = names.pages / f"{client:016x}"
+        self._fifo_directory = names.fifos
+        self._fifos: dict[int, int] = {}
+        self._fd = shm.open_owned(self._path, os.O_RDWR)
+        try:
+            super().__init__(_map_page(self._fd), client)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        # Touches before this coordinator's time mean rows of another index.
+        self._touches_seen = self.words[Word.TOUCHES]
+        self.touches_missed = 0
+
+    def lives(self) -> bool:
+        """Whether the worker's process holds its lock (I1)."""
+        return shm.is_locked(self._fd)
+
+    def drain_touches(self) -> list[int]:
+        """Touch words since the last call, oldest first; those overwritten meanwhile are counted."""
+        head = self.words[Word.TOUCHES]
+        first = max(self._touches_seen, head - RING_WORDS)
+        touches = [self.words[_RING_WORD + n % RING_WORDS] for n in range(first, head)]
+        # The owner may have gone round while we copied: what it has overtaken is not what we wanted.
+        overtaken = max(0, self.words[Word.TOUCHES] - RING_WORDS - first)
+        self.touches_missed += first - self._touches_seen + overtaken
+        self._touches_seen = head
+        return touches[overtaken:]
+
+    def send(self, mailbox: int, request: int, body: bytes) -> bool:
+        """Put a reply into a mailbox and wake its reader; False if nobody reads there any more.
+
+        1. body  2. length and checksum  3. request id  4. the byte in the FIFO.
+        """
+        start = MAILBOX_OFFSET + mailbox * MAILBOX_BYTES
+        view = self._mapping.bytes
+        view[start + BODY_OFFSET : start + BODY_OFFSET + len(body)] = body
+        view[start + 8 : start + BODY_OFFSET] = _REPLY_HEAD.pack(len(body), crc32c(body))
+        self.words[start // 8] = request
+        return self.wake(mailbox)
+
+    def wake(self, mailbox: int) -> bool:
+        """One byte into the mailbox's FIFO; a full FIFO is awake already."""
+        try:
+            if mailbox not in self._fifos:
+                path = self._fifo_directory / f"{self.client:016x}.{mailbox}"
+                self._fifos[mailbox] = shm.open_owned(path, os.O_WRONLY, kind=stat.S_IFIFO)
+            os.write(self._fifos[mailbox], b"!")
+        except BlockingIOError:
+            return True
+        except ForeignObject:
+            return False
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.ENXIO, errno.ENOENT):
+                return False
+            raise
+        return True
+
+    def wake_all(self) -> None:
+        """Wake every waiter of this worker, to look at the epoch again."""
+        for mailbox in range(MAILBOXES):
+            self.wake(mailbox)
+
+    def close(self) -> None:
+        """End our view; the worker's own things stay."""
+        for fd in self._fifos.values():
+            os.close(fd)
+        self._fifos.clear()
+        self._mapping.close()
+        os.close(self._fd)
+
+    def unlink(self) -> None:
+        """Remove the names that a dead worker left."""
+        shm.unlink_quietly(self._path)
+        for mailbox in range(MAILBOXES):
+            shm.unlink_quietly(self._fifo_directory / f"{self.client:016x}.{mailbox}")

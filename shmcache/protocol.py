@@ -1,0 +1,170 @@
+"""Messages between workers and the coordinator: one tagged union per direction.
+
+    worker → coordinator                          coordinator → worker
+    Reserve   name the anchors to be saved        Reserved   one verdict a plan, same order
+    Extend    a reservation needs more bytes      Reserved   one verdict
+    Written   a slab has its name; look now       Outcome    only if a mailbox was given
+    Await     tell me when this save has ended    Outcome    at once, or when it ends
+    Cancel    a reservation is not used           -
+    Drop      a published row did not verify      -
+                                                  Stale      the message was of another epoch
+
+Every request carries the epoch that its sender saw, the sender's random id, a mailbox (NO_MAILBOX
+where no reply is wanted) and a request id that never repeats for that client. Requests are
+idempotent per client: the holder's second Reserve or Written gets the first one's answer.
+
+Invariants
+    I1  A message fits MESSAGE_BYTES, a reply fits a mailbox: at most MAX_PLANS plans.
+    I2  Whatever bytes arrive, decode() returns a message or raises msgspec.MsgspecError.
+Leaves out: how bytes travel (mq, page) and what is answered (coordinator).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Literal
+
+import msgspec
+from crc32c import crc32c
+
+NO_MAILBOX = 255
+MESSAGE_BYTES = 8192
+MAX_PLANS = 16
+VERSION = 2
+
+Key = bytes  # 32 bytes
+
+
+class Tier(IntEnum):
+    """The three tiers, as a row and a plan number them."""
+
+    RAM = 0
+    RAM_FILE = 1
+    DISK = 2
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True):
+    """One row that a worker means to save.
+
+    slab_bytes is an upper bound of the whole file, metadata included, and what the reservation
+    charges; identity_tag and the addresses are those of the index (index, key).
+    """
+
+    key: Key
+    block_key: Key
+    tail: int
+    identity_tag: int
+    text_bytes: int
+    slab_bytes: int
+    token_count: int
+    tier: Tier
+    reason: int
+    flags: int
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What every request starts with."""
+
+    epoch: int
+    client: int
+    mailbox: int
+    request: int
+
+
+class Reserve(Request, frozen=True, tag="reserve"):
+    """Name all missing anchors of one prompt, in order.
+
+    base is the row that was used, forget the forget number under which the sequence began.
+    """
+
+    forget: int
+    base: Key | None
+    plans: list[Plan]
+
+
+class Extend(Request, frozen=True, tag="extend"):
+    """The slab turned out longer: charge slab_bytes in all for this reservation."""
+
+    token: int
+    slab_bytes: int
+
+
+class Written(Request, frozen=True, tag="written"):
+    """The slab of this reservation lies complete in the tier's `in/`. Only a hint to look now."""
+
+    token: int
+    key: Key
+
+
+class Await(Request, frozen=True, tag="await"):
+    """Reply when no reservation of this key is in flight any more."""
+
+    key: Key
+
+
+class Cancel(Request, frozen=True, tag="cancel"):
+    """These reservations are not used and none of their bytes is held any more."""
+
+    tokens: list[int]
+
+
+class Drop(Request, frozen=True, tag="drop"):
+    """The publication `word` of this row failed its checks; forget it, once."""
+
+    key: Key
+    word: int
+    why: str
+
+
+AnyRequest = Reserve | Extend | Written | Await | Cancel | Drop
+
+VerdictKind = Literal["granted", "present", "held", "no_space", "too_large", "forgotten"]
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to one plan. token names a granted reservation; free_bytes goes with no_space."""
+
+    kind: VerdictKind
+    token: int = 0
+    free_bytes: int = 0
+
+
+class Reserved(msgspec.Struct, frozen=True, array_like=True, tag="reserved"):
+    """Verdicts in the order of the plans."""
+
+    verdicts: list[Verdict]
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True, tag="outcome"):
+    """A save has ended: published, or not and why. A published row is in the index already."""
+
+    published: bool
+    why: str = ""
+
+
+class Stale(msgspec.Struct, frozen=True, array_like=True, tag="stale"):
+    """The request was of another epoch: remap, and send again under a new request id."""
+
+    epoch: int
+
+
+AnyReply = Reserved | Outcome | Stale
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
+_reply_decoder: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
+
+LAYOUT = crc32c(
+    repr(
+        (
+            VERSION,
+            [(kind.__name__, kind.__struct_fields__) for kind in (*AnyRequest.__args__, *AnyReply.__args__)],
+            Plan.__struct_fields__,
+            Verdict.__struct_fields__,
+        )
+    ).encode()
+)
+
+encode = _encoder.encode
+decode_request = _request_decoder.decode
+decode_reply = _reply_decoder.decode
