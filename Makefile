@@ -1,0 +1,26 @@
+# Five words for people and for CI. Each makes .venv first, which is quick when it is there.
+# More arguments: make test ARGS="-k pool -x", make demo ARGS=--json, make bench ARGS="index --quick".
+.PHONY: setup demo test check stress bench
+.SUFFIXES:
+ARGS ?=
+BIN := .venv/bin
+
+demo: setup ## two model workers share a prompt: the whole system in a minute
+	@$(BIN)/shmcache demo $(ARGS)
+
+setup: ## .venv with everything in it, and the demo's model
+	@bash .ci/setup
+
+test: setup ## all tests, the real model included
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+stress: setup ## the long runs: kills, races, fuzzing
+	$(BIN)/python -m pytest -m stress --timeout 0 $(ARGS)
+
+bench: setup ## measurements beside their peers
+	$(BIN)/python -m bench $(ARGS)
