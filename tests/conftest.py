@@ -1,4 +1,4 @@
-"""What several test files share: the real model's path, a namespace of one's own, and no debugger on abort."""
+"""What several test files share: the real model, a namespace of one's own, no debugger on abort."""
 
 from __future__ import annotations
 
