@@ -1,0 +1,102 @@
+"""Where is a prompt cut into batches, and which of those boundaries is worth a row?
+
+    0        256       512       768    A1=832   1024            A2=1536         n-1 n      n_ubatch 512
+    ├─────────────────────┼─────────────────┼─────┼────────────────┼──────────────┼─┤
+                        512                832  1024             1536          n-1  n
+
+    anchors  boundaries that every worker picks alike, from a prompt's tokens and messages alone:
+             (1) the end of the system and tool part, rounded down to a multiple of 64: agents share it
+             (2) the prompt's length less 65, rounded down to a multiple of 256: a next turn shares it
+             (3) all but the last token: a re-send decodes one token
+    cuts     ends of the batches: the anchors, saved or not, and the absolute multiples of n_ubatch
+
+Two runs agree bit for bit where their batches and cells do. Cutting at absolute multiples and at every
+anchor makes a cold run and a hit on one of the prompt's own anchors decode the same batches.
+
+Why 64: with flash attention and f16 or f32 K/V, llama.cpp picks its kernel by the rows of a batch, and 64
+and more, 2 to 63, and 1 differ. A batch of 64 rows or more may end anywhere without changing a bit; the
+shorter one that a multiple of n_ubatch would leave before the last token is avoided (`cuts`).
+
+Owner: nobody, the functions are pure. Readers: workers (before each prefill).
+Invariants
+    I1  `cuts` ascends, ends at n_tokens, and no batch is longer than n_ubatch.
+    I2  From any cut on, the cuts that follow are the same ones: cuts(c, …) is the rest of cuts(s, …).
+    I3  Anchors are 64 or more apart, and 64 or more before the one at n - 1.
+Leaves out: whom to evict (lru), what a worker does at a boundary (workers.shared_llama).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from shmcache.config import Gates
+
+KERNEL_ROWS = 64  # the fewest rows of a batch that llama.cpp's flash attention treats like any longer one
+
+
+def anchors(n_tokens: int, head_tokens: int | None, gates: Gates) -> tuple[int, ...]:
+    """Return the anchors of a prompt of `n_tokens`, ascending.
+
+    `head_tokens` is where its system and tool part ends, None where no messages are known.
+    """
+    last = n_tokens - 1
+    if last < max(1, gates.min_tokens):
+        return ()
+    found: list[int] = []
+    for anchor in sorted((_head(head_tokens), _trimmed(n_tokens, gates))):
+        clear_of_last = last - anchor >= KERNEL_ROWS
+        clear_of_first = not found or anchor - found[-1] >= KERNEL_ROWS
+        if anchor >= gates.cold_min_tokens and clear_of_first and clear_of_last:
+            found.append(anchor)
+    return (*found, last)
+
+
+def _head(head_tokens: int | None) -> int:
+    return (head_tokens or 0) // KERNEL_ROWS * KERNEL_ROWS
+
+
+def _trimmed(n_tokens: int, gates: Gates) -> int:
+    align = gates.boundary_align_tokens
+    return max(0, n_tokens - gates.boundary_trim_tokens) // align * align
+
+
+def anchor_is_saved(n_tokens: int, gates: Gates) -> bool:
+    """Whether an anchor gets a row, besides being a cut; beyond the bound one row outweighs many others."""
+    return n_tokens <= gates.cold_max_tokens
+
+
+def reply_is_saved(n_tokens: int, gates: Gates) -> bool:
+    """Whether prompt and reply together, `n_tokens`, get a `finish` row."""
+    return n_tokens >= max(1, gates.min_tokens)
+
+
+def cuts(start: int, n_tokens: int, n_ubatch: int, anchors: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the batch ends in (start, n_tokens]: absolute multiples of n_ubatch and all anchors.
+
+    A multiple that would leave fewer than 64 rows before the last token is left out, or moved back by 64
+    where the batch would exceed n_ubatch.
+    """
+    if start >= n_tokens:
+        return ()
+    fixed = [start, *(anchor for anchor in anchors if start < anchor < n_tokens), n_tokens]
+    ends: list[int] = []
+    for begin, end in pairwise(fixed):
+        ends += _multiples(begin, end, n_tokens - 1, n_ubatch)
+        ends.append(end)
+    return tuple(ends)
+
+
+def _multiples(begin: int, end: int, last: int, n_ubatch: int) -> Iterator[int]:
+    """Yield the cuts strictly between two fixed ones."""
+    before = begin
+    for multiple in range((begin // n_ubatch + 1) * n_ubatch, end, n_ubatch):
+        cut = multiple
+        if last - multiple < KERNEL_ROWS:
+            if end - before <= n_ubatch:
+                return
+            moved = multiple - KERNEL_ROWS
+            if moved > before and end - moved <= n_ubatch:
+                cut = moved
+        yield cut
+        before = cut
