@@ -7,7 +7,7 @@
                  ▲           ▲           ▲           ▲        ▲
     block_keys   [0]         [1]         [2]         [3]      key
 
-    key       = SHA-256(seed || text)
+    key       = SHA-256(seed || text)               seed = model_fp[32] || quant[1] || ctx_params_hash[32]
     block_key = SHA-256(seed || text[: len(text) // 1024 * 1024])
     tail      = len(text) % 1024
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1024
 KEY_BYTES = 32
-SEED_BYTES = 65  # model_fp[32] || quant[1] || ctx_params_hash[32]
+SEED_BYTES = 65
 
 Buffer = bytes | bytearray | memoryview
 
@@ -53,6 +53,14 @@ class RowAddress(msgspec.Struct, frozen=True):
     key: bytes  # 32 bytes
     block_key: bytes  # 32 bytes
     tail: int  # 0..1023
+
+
+def identity_tag(model_fp: bytes, ctx_params_hash: bytes) -> int:
+    """Return 64 bits that tell identities apart for people and statistics; no hit is decided by them.
+
+    Without the quant byte, which follows from the model's content: what a KVC file holds is enough.
+    """
+    return int.from_bytes(sha256(model_fp + ctx_params_hash).digest()[:8], "little")
 
 
 def key_of(seed: bytes, text: Buffer) -> bytes:

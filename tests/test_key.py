@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmcache.key import BLOCK_BYTES, SEED_BYTES, PrefixWalk, key_of, row_address
+from shmcache.key import BLOCK_BYTES, SEED_BYTES, PrefixWalk, identity_tag, key_of, row_address
 
 SEED = bytes(range(SEED_BYTES))
 OTHER_SEED = SEED[:-1] + b"\xff"
@@ -69,6 +69,12 @@ def test_the_same_text_under_another_identity_has_another_address() -> None:
     ours, theirs = row_address(SEED, b"x" * 3000), row_address(OTHER_SEED, b"x" * 3000)
     assert ours.key != theirs.key
     assert ours.block_key != theirs.block_key
+
+
+def test_an_identity_tag_is_64_bits_of_model_and_context() -> None:
+    tag = identity_tag(SEED[:32], SEED[33:])
+    assert 0 <= tag < 1 << 64
+    assert tag != identity_tag(SEED[33:], SEED[:32])
 
 
 @pytest.mark.parametrize("length", [-1, 3001, 4096])
