@@ -12,10 +12,13 @@
     ├── RestoreRefused         llama.cpp did not take a state, or took less than all of it
     ├── UsedAfterFork          a model handle was used in a forked child
     ├── StaleGenerator         a generator went on after another request took its context
+    ├── WorkerDied             a pool's worker process ended with a request in hand
+    ├── PoolStopped            a worker pool was closed, or its workers cannot boot
     └── IllegalTransition      our own fault: a state machine got an event it cannot have
 
 A worker catches ShmcacheError at the edge of each request and serves uncached; only UsedAfterFork,
-StaleGenerator and ConfigError ever reach the caller, because going on would be wrong.
+StaleGenerator and ConfigError ever reach the caller, because going on would be wrong. WorkerDied and
+PoolStopped are raised in the process that asks a pool.
 
 Leaves out: what Python says itself (OSError of an unknown kind stays an OSError).
 """
@@ -125,6 +128,23 @@ class UsedAfterFork(ShmcacheError):
 
 class StaleGenerator(ShmcacheError):
     """A token generator went on after another request had taken over its context."""
+
+
+class WorkerDied(ShmcacheError):
+    """The worker process that had the request ended; `exit_code` is negative for a signal."""
+
+    def __init__(self, worker: int, exit_code: int, tries: int) -> None:
+        self.worker, self.exit_code, self.tries = worker, exit_code, tries
+        how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        super().__init__(f"worker {worker} ended with {how} while it had this request (try {tries})")
+
+
+class PoolStopped(ShmcacheError):
+    """The pool takes no requests: it was closed, or its workers do not boot; the message says why."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"the worker pool has stopped: {reason}")
 
 
 class IllegalTransition(ShmcacheError):
