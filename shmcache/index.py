@@ -1,0 +1,641 @@
+"""Given a 32-byte key: which slab holds its state, at which generation? Given a prompt: its longest row?
+
+One segment of shared memory, every word 8 bytes, native and aligned. Two hash tables of the same make:
+rows by their key, and blocks by the key of a text up to its last multiple of 1,024 bytes, each with a
+bitmap of the tail lengths that its rows have.
+
+         0 ┌───────────────┐ header and statistics
+      4096 ├───────────────┤ row heads       8 bytes a slot: the first 8 bytes of its key
+           ├───────────────┤ rows          128 bytes a slot
+           ├───────────────┤ block heads     8 bytes a slot
+           ├───────────────┤ blocks         48 bytes a slot
+           ├───────────────┤ bitmaps       128 bytes a slot: bit t = some row of this block has tail t
+           └───────────────┘ 8 slots are a bucket; its heads are one cache line
+
+    offset size name          writer       meaning
+    header
+         0    8 magic         coordinator  "shmcidx1", stored last
+         8    8 layout        coordinator  LAYOUT_HASH of its build
+        16    8 epoch         coordinator  as in the control page
+        24    8 max_rows      coordinator  what the segment was made for
+        32    8 row_buckets   coordinator
+        40    8 block_buckets coordinator
+        64    8 replacements  coordinator  moves on when a row takes the place of another of the same key
+       512  512 statistics    coordinator  64 words, named by STAT_NAMES
+    row
+         0    8 word          coordinator  generation << 8 | 1, or 0: free
+         8   32 key           coordinator
+        40   32 block_key     coordinator
+        72    8 identity_tag  coordinator
+        80    8 text_bytes    coordinator
+        88    8 slab_bytes    coordinator
+        96    4 token_count   coordinator
+       100    4 flags         coordinator
+       104    2 tail          coordinator
+       106    1 tier          coordinator
+       107    1 reason        coordinator
+       108   16 zero          coordinator
+       124    4 check         coordinator  CRC32C of all bytes before it, the word included
+    block
+         0    8 word          coordinator  as a row's
+         8   32 block_key     coordinator
+        40    4 zero          coordinator
+        44    4 check         coordinator  as a row's
+
+A key belongs into two buckets, named by two words of its own, and may lie in any of their 16 slots. A
+new one goes into its first bucket while that is not half full, then into the emptier of the two: most
+lookups end after one probe, and both are full only by rare chance (at max_rows rows fill 5 of 8 slots,
+blocks 4.5 at most; of 6.5 million publishes into a full table 227 met two full row buckets, of 20
+million 3 met two full block buckets).
+
+Publish: each step is one copy or one word store, in this order.
+    P1 body         body and check of a free slot, whose word is 0
+    P2 head         where probes look
+    P3 word         the row is there
+    P4 block body   P4 to P6 only where the block is not there yet
+    P5 block head
+    P6 block word   the block is there, its bitmap empty
+    P7 bit          the row is found by prefix
+    P8 replaced     P8 and P9 only where the key had a row: `replacements` moves on,
+    P9 old word     and the old row is gone; the bit is the new one's as well
+Remove:
+    R1 bit          the row is not found by prefix any more
+    R2 block word   only where the bitmap is empty now: the block is gone
+    R3 word         the row is gone
+Where both row buckets are full, the row that `coldest` names leaves first, by R1 to R3. Where both block
+buckets are full, the row is refused: one that cannot be found by prefix must not exist.
+
+Owner: the coordinator, through IndexWriter. Nobody else writes a byte.
+Readers: every process, through IndexReader over a read-only mapping, without a lock or a message.
+    1 find the head in the first bucket, then in the second; at each match
+    2 load the word; 0: the next match
+    3 copy the entry
+    4 verify the check over the copy, word included
+    5 load the word again; where the check or the word differs: the next match, and once more from 1
+    6 compare the whole key; another: the next match
+    7 at a miss: if `replacements` is not what this reader saw last, once more from 1, because the new
+      row may have come behind the reader's back while the old one left before its eyes
+    The second attempt ends in a hit or a miss, whatever it meets.
+By prefix: the prompt's blocks from the deepest down; in each that is there its set tails from the
+longest down; for each the row under the key of that length.
+
+Invariants
+    I1  A row is found by its key if and only if its word is not 0; P3, P9 and R3 are single stores.
+    I2  What a reader returns was published, whole, between its two word loads: generations only grow,
+        so equal words say that the slot was not written in between; and where loads may pass each
+        other, the check says that body and word belong together.
+    I3  A key that has a row is found at every moment of a replacement (step 7).
+    I4  A bit without a row costs one probe, since the row's own key decides. A row without its bit
+        exists only between P3 and P7 and between R1 and R3.
+    I5  A free block slot has an empty bitmap.
+    I6  A writer that dies between two steps leaves every row whole or not there.
+    I7  A block and a tail name one row at most, since the block's key covers the identity.
+
+Leans on: aligned stores through memoryview.cast("Q"), which never tear (struct.pack_into would show
+readers zeros). New segments read as zeros, so creation touches one page. Little-endian words, as KVC has
+them: a bitmap is read as one integer. A bytes search can match across two heads; the check refuses what
+is read there.
+Leaves out: which row was used least (coordinator), what a slab holds (kvc), which epoch is now (control).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from mmap import mmap
+from typing import Self
+
+import msgspec
+from crc32c import crc32c
+
+from shmcache.errors import LayoutMismatch
+from shmcache.key import BLOCK_BYTES, KEY_BYTES, PrefixWalk
+
+STAT_NAMES = (
+    "started_unix_s",
+    "rows",
+    "blocks",
+    "refused_blocks_full",
+    "left_buckets_full",
+    *(f"{what}_{tier}" for tier in ("ram", "ram_file", "disk") for what in ("rows", "bytes", "budget")),
+    "evictions",
+    *(f"saves_{reason}" for reason in ("unknown", "cold", "continued", "evict", "shutdown", "finish")),
+    *(f"dropped_{why}" for why in ("no_space", "held", "forgotten", "invalid", "stale", "refused")),
+    "corrupt_rows",
+)
+"""The statistics words in their order. Part of the layout: another list is another layout.
+
+`rows`, `blocks` and the two that follow are kept by IndexWriter, the others by `set_stat`.
+"""
+
+HEADER_BYTES = 4096
+SLOTS = 8
+HEAD_BYTES = 8
+BUCKET_BYTES = SLOTS * HEAD_BYTES
+ROW_BYTES = 128
+BLOCK_ENTRY_BYTES = 48
+BITMAP_BYTES = BLOCK_BYTES // 8
+
+# How full buckets are at max_rows. At 6 of 8 one publish in a hundred into a churning table would meet
+# two full buckets; rows can afford 5 because one leaves early then, blocks only 4.5 because one is refused.
+ROWS_PER_BUCKET = 5.0
+BLOCKS_PER_BUCKET = 4.5
+
+_MAGIC = int.from_bytes(b"shmcidx1", "little")
+_MAGIC_WORD, _LAYOUT_WORD, _EPOCH_WORD, _MAX_ROWS_WORD, _ROW_BUCKETS_WORD, _BLOCK_BUCKETS_WORD = range(6)
+_REPLACEMENTS_WORD = 8
+_STATS_WORD = 64
+_STAT_WORD = {name: _STATS_WORD + number for number, name in enumerate(STAT_NAMES)}
+assert len(STAT_NAMES) <= 64
+
+_PUBLISHED = 1
+_ROW = struct.Struct("<Q32s32sQQQIIHBB16x")
+_BLOCK = struct.Struct("<Q32s4x")
+_CHECK = struct.Struct("<I")
+_bucket_words: Callable[[bytes], tuple[int, int]] = struct.Struct("<8xII16x").unpack
+assert _ROW.size + _CHECK.size == ROW_BYTES
+assert _BLOCK.size + _CHECK.size == BLOCK_ENTRY_BYTES
+
+# Of bytes followed by their CRC32C the CRC32C is a constant: one call verifies an entry, check included.
+_SOUND = crc32c(_CHECK.pack(crc32c(b"")))
+
+_SCAN_SLOTS = 1024
+
+LAYOUT_HASH = int.from_bytes(
+    hashlib.sha256(
+        repr((HEADER_BYTES, SLOTS, _ROW.format, _BLOCK.format, BITMAP_BYTES, STAT_NAMES)).encode()
+    ).digest()[:8],
+    "little",
+)
+
+
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """What the index says of one row."""
+
+    key: bytes  # 32 bytes
+    block_key: bytes  # 32 bytes
+    tail: int  # 0..1023
+    identity_tag: int  # 64 bits, for people and statistics
+    text_bytes: int
+    slab_bytes: int
+    token_count: int
+    tier: int  # 0 ram, 1 ram_file, 2 disk
+    reason: int  # save_reason of KVC v2
+    flags: int  # bit 0: head anchor
+
+
+class Found(msgspec.Struct, frozen=True, gc=False):
+    """One publication of a row: a verified copy of its entry, its slot, and the word that published it."""
+
+    image: bytes
+    slot: int
+    word: int
+
+    @property
+    def row(self) -> Row:
+        """The entry decoded, anew at each call: a probe does not pay for fields that nobody reads."""
+        _, key, block_key, tag, text_bytes, slab_bytes, token_count, flags, tail, tier, reason = (
+            _ROW.unpack_from(self.image)
+        )
+        return Row(key, block_key, tail, tag, text_bytes, slab_bytes, token_count, tier, reason, flags)
+
+    @property
+    def touch(self) -> int:
+        """The word by which a worker notes that it used this row: slot, and the generation's low half."""
+        return self.slot | (self.word >> 8 & 0xFFFFFFFF) << 32
+
+
+class Published(msgspec.Struct, frozen=True, gc=False):
+    """A publication, and who left for it: `evicted` from two full buckets, `replaced` had the same key."""
+
+    slot: int
+    word: int
+    evicted: Found | None
+    replaced: Found | None
+
+
+class ReaderStatistics(msgspec.Struct, frozen=True):
+    """Counts of one reader. `lost` are the retries that met another change and ended in a miss."""
+
+    second_probes: int
+    retries: int
+    lost: int
+
+
+class _Table:
+    """Where one hash table lies: heads, then entries of `entry_bytes`, in `buckets` buckets."""
+
+    def __init__(self, start: int, buckets: int, entry_bytes: int) -> None:
+        self.buckets, self.entry_bytes = buckets, entry_bytes
+        self.slots = buckets * SLOTS
+        self.heads = _aligned(start)
+        self.entries = _aligned(self.heads + buckets * BUCKET_BYTES)
+        self.end = _aligned(self.entries + self.slots * entry_bytes)
+
+    def entry(self, slot: int) -> int:
+        return self.entries + slot * self.entry_bytes
+
+
+class _Layout:
+    """Where everything of a segment lies, from its two bucket counts."""
+
+    def __init__(self, row_buckets: int, block_buckets: int) -> None:
+        self.rows = _Table(HEADER_BYTES, row_buckets, ROW_BYTES)
+        self.blocks = _Table(self.rows.end, block_buckets, BLOCK_ENTRY_BYTES)
+        self.bitmaps = self.blocks.end
+        self.end = self.bitmaps + self.blocks.slots * BITMAP_BYTES
+
+    @classmethod
+    def of(cls, max_rows: int) -> _Layout:
+        # Two more, so that a table for a handful of rows has a choice at all.
+        return cls(int(max_rows / ROWS_PER_BUCKET) + 2, int(max_rows / BLOCKS_PER_BUCKET) + 2)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ROW_BYTES) * ROW_BYTES
+
+
+def segment_bytes(max_rows: int) -> int:
+    """Return the size of a segment for `max_rows` rows: 545 bytes each."""
+    return _Layout.of(max_rows).end
+
+
+class IndexReader:
+    """Lookups without a lock, for one thread at a time.
+
+    `buffer` is a memoryview over a whole mmap: searching and copying are done by the mmap itself, in a
+    third of the time that a memoryview takes.
+    """
+
+    def __init__(self, buffer: memoryview) -> None:
+        """Raises LayoutMismatch if another build made the segment, or if it is none."""
+        layout = _layout_of(buffer)
+        self._raw = _beneath(buffer)
+        self._find = self._raw.find
+        self._words = buffer[: buffer.nbytes & ~7].cast("Q")
+        self._rows, self._blocks, self._bitmaps = layout.rows, layout.blocks, layout.bitmaps
+        # For the hot paths. The entry of the row whose head is at `at` starts at at * 16 + shift.
+        self._row_buckets, self._row_heads = layout.rows.buckets, layout.rows.heads
+        self._row_shift = layout.rows.entries - ROW_BYTES // HEAD_BYTES * layout.rows.heads
+        self._block_buckets, self._block_heads = layout.blocks.buckets, layout.blocks.heads
+        self._replacements = self._words[_REPLACEMENTS_WORD]
+        self._second_probes = self._retries = self._lost = 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the coordinator that made this segment."""
+        return self._words[_EPOCH_WORD]
+
+    @property
+    def max_rows(self) -> int:
+        """What the segment was made for. The caller keeps to it: beyond it buckets overflow more often."""
+        return self._words[_MAX_ROWS_WORD]
+
+    @property
+    def slots(self) -> int:
+        """Row slots are numbered 0 to slots - 1, so that figures of rows fit plain arrays."""
+        return self._rows.slots
+
+    def __len__(self) -> int:
+        return self._words[_STAT_WORD["rows"]]
+
+    def get(self, key: bytes) -> Found | None:
+        """Return the published row of a 32-byte key, or None."""
+        words, find, heads = self._words, self._find, self._row_heads
+        head = key[:HEAD_BYTES]
+        first, second = _bucket_words(key)
+        bucket = first % self._row_buckets * BUCKET_BYTES + heads
+        at = find(head, bucket, bucket + BUCKET_BYTES)  # 1
+        if at < 0:
+            self._second_probes += 1
+            bucket = second % self._row_buckets * BUCKET_BYTES + heads
+            at = find(head, bucket, bucket + BUCKET_BYTES)
+            if at < 0:
+                return None if words[_REPLACEMENTS_WORD] == self._replacements else self._search(key)  # 7
+        entry = at * 16 + self._row_shift
+        word = words[entry >> 3]  # 2
+        image = self._raw[entry : entry + ROW_BYTES]  # 3
+        if crc32c(image) == _SOUND and words[entry >> 3] == word != 0 and image[8:40] == key:  # 4, 5, 6
+            return Found(image, at - heads >> 3, word)
+        return self._search(key)
+
+    def _search(self, key: bytes) -> Found | None:
+        """The whole algorithm, twice at most; `get` is its first match and its plain miss, unrolled."""
+        words, find, heads = self._words, self._find, self._row_heads
+        head = key[:HEAD_BYTES]
+        for is_last in (False, True):
+            differs = False
+            for choice in _bucket_words(key):
+                bucket = choice % self._row_buckets * BUCKET_BYTES + heads
+                at = find(head, bucket, bucket + BUCKET_BYTES)  # 1
+                while at >= 0:
+                    entry = at * 16 + self._row_shift
+                    if word := words[entry >> 3]:  # 2
+                        image = self._raw[entry : entry + ROW_BYTES]  # 3
+                        if crc32c(image) != _SOUND or words[entry >> 3] != word:  # 4, 5
+                            differs = True
+                        elif image[8:40] == key:  # 6
+                            return Found(image, at - heads >> 3, word)
+                    at = find(head, at + 1, bucket + BUCKET_BYTES)
+            replacements = words[_REPLACEMENTS_WORD]  # 7
+            if not differs and replacements == self._replacements:
+                return None
+            self._replacements = replacements
+            if is_last:
+                self._lost += 1
+            else:
+                self._retries += 1
+        return None
+
+    def candidates(self, walk: PrefixWalk, max_bytes: int) -> Iterator[Found]:
+        """Yield every row whose text is a prefix of the walk's prompt, the longest first, lazily.
+
+        Only rows of the walk's identity with at most `max_bytes` of text; none of them is left out. The
+        work is bounded by the prompt's blocks and the tails in use there, whatever else the index holds.
+        """
+        find, heads = self._find, self._block_heads
+        limit = min(max_bytes, walk.text_bytes)
+        for number in range(limit // BLOCK_BYTES, -1, -1):
+            block_key = walk.block_keys[number]
+            head = block_key[:HEAD_BYTES]
+            first, second = _bucket_words(block_key)
+            bucket = first % self._block_buckets * BUCKET_BYTES + heads
+            if find(head, bucket, bucket + BUCKET_BYTES) < 0:
+                bucket = second % self._block_buckets * BUCKET_BYTES + heads
+                if find(head, bucket, bucket + BUCKET_BYTES) < 0:
+                    continue
+            start = number * BLOCK_BYTES
+            tails = self._tails(block_key) & (2 << limit - start) - 1
+            while tails:
+                tail = tails.bit_length() - 1
+                tails ^= 1 << tail
+                if (found := self.get(walk.key_at(start + tail))) is not None:
+                    yield found
+
+    def _tails(self, block_key: bytes) -> int:
+        """The bitmap of a block as an integer, 0 where the block is not there.
+
+        One attempt: a block whose entry changes meanwhile had no row at some moment of this lookup.
+        """
+        slot, word = self._find_block(block_key)
+        if slot < 0:
+            return 0
+        bitmap = self._bitmaps + slot * BITMAP_BYTES
+        tails = int.from_bytes(self._raw[bitmap : bitmap + BITMAP_BYTES], "little")
+        return tails if self._words[self._blocks.entry(slot) >> 3] == word else 0
+
+    def _find_block(self, block_key: bytes) -> tuple[int, int]:
+        """Slot and publish word of a block; slot -1 where it is not there."""
+        words, find, heads = self._words, self._find, self._block_heads
+        head = block_key[:HEAD_BYTES]
+        for choice in _bucket_words(block_key):
+            bucket = choice % self._block_buckets * BUCKET_BYTES + heads
+            at = find(head, bucket, bucket + BUCKET_BYTES)
+            while at >= 0:
+                slot = at - heads >> 3
+                entry = self._blocks.entry(slot)
+                if word := words[entry >> 3]:
+                    image = self._raw[entry : entry + BLOCK_ENTRY_BYTES]
+                    if crc32c(image) == _SOUND and words[entry >> 3] == word and image[8:40] == block_key:
+                        return slot, word
+                at = find(head, at + 1, bucket + BUCKET_BYTES)
+        return -1, 0
+
+    def at(self, slot: int) -> Found | None:
+        """Return the row in a slot, or None: free, changing just now, or no such slot."""
+        if not 0 <= slot < self._rows.slots:
+            return None
+        entry = self._rows.entry(slot)
+        word = self._words[entry >> 3]
+        image = self._raw[entry : entry + ROW_BYTES]
+        if crc32c(image) == _SOUND and self._words[entry >> 3] == word != 0:
+            return Found(image, slot, word)
+        return None
+
+    def rows(self) -> Iterator[Found]:
+        """Yield all rows, in no order: for people and for checks."""
+        for start in range(0, self._rows.slots, _SCAN_SLOTS):
+            count = min(_SCAN_SLOTS, self._rows.slots - start)
+            for slot, word in enumerate(self._entry_words(self._rows, start, count), start):
+                if word and (found := self.at(slot)) is not None:
+                    yield found
+
+    def blocks(self) -> Iterator[tuple[bytes, int]]:
+        """Yield all blocks, in no order, as block key and bitmap (bit t: a row with tail t): for checks."""
+        for start in range(0, self._blocks.slots, _SCAN_SLOTS):
+            count = min(_SCAN_SLOTS, self._blocks.slots - start)
+            for slot, word in enumerate(self._entry_words(self._blocks, start, count), start):
+                if word:
+                    entry = self._blocks.entry(slot)
+                    block_key = self._raw[entry + 8 : entry + 40]
+                    yield block_key, self._tails(block_key)
+
+    def _entry_words(self, table: _Table, slot: int, count: int) -> list[int]:
+        """The publish words of `count` slots."""
+        first, step = table.entry(slot) >> 3, table.entry_bytes >> 3
+        return self._words[first : first + count * step : step].tolist()
+
+    def stats(self) -> dict[str, int]:
+        """Return the coordinator's figures by name."""
+        return {name: self._words[word] for name, word in _STAT_WORD.items()}
+
+    def statistics(self) -> ReaderStatistics:
+        """Return this reader's own counts."""
+        return ReaderStatistics(self._second_probes, self._retries, self._lost)
+
+    def close(self) -> None:
+        """End this view, so that its mapping can be closed. No call may follow."""
+        self._words.release()
+        del self._raw, self._find
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _layout_of(buffer: memoryview) -> _Layout:
+    """What a segment says of itself, or LayoutMismatch."""
+    if buffer.nbytes < HEADER_BYTES:
+        raise LayoutMismatch(LAYOUT_HASH, 0)
+    with buffer[:HEADER_BYTES].cast("Q") as words:
+        theirs = words[_LAYOUT_WORD] if words[_MAGIC_WORD] == _MAGIC else 0
+        layout = _Layout(words[_ROW_BUCKETS_WORD], words[_BLOCK_BUCKETS_WORD])
+    if (
+        theirs != LAYOUT_HASH
+        or buffer.nbytes < layout.end
+        or not layout.rows.buckets
+        or not layout.blocks.buckets
+    ):
+        raise LayoutMismatch(LAYOUT_HASH, theirs)
+    return layout
+
+
+def _beneath(buffer: memoryview) -> mmap:
+    whole = buffer.obj
+    if not isinstance(whole, mmap) or len(whole) != buffer.nbytes:
+        raise TypeError("an index needs a memoryview over a whole mmap")
+    return whole
+
+
+class IndexWriter(IndexReader):
+    """The one writer: publishes and removes rows, and keeps blocks and their figures in step."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        super().__init__(buffer)
+        self._buffer = buffer
+        # Random, so that no touch of another epoch's index names a row of this one.
+        self._generation = int.from_bytes(os.urandom(6), "little")
+
+    @classmethod
+    def create(cls, buffer: memoryview, max_rows: int, epoch: int) -> Self:
+        """Lay out an empty index in zeroed memory of at least `segment_bytes(max_rows)`."""
+        layout = _Layout.of(max_rows)
+        if max_rows < 1 or buffer.nbytes < layout.end:
+            raise ValueError(f"{max_rows} rows need {layout.end} bytes, and the segment has {buffer.nbytes}")
+        with buffer[:HEADER_BYTES].cast("Q") as words:
+            words[_LAYOUT_WORD] = LAYOUT_HASH
+            words[_EPOCH_WORD] = epoch
+            words[_MAX_ROWS_WORD] = max_rows
+            words[_ROW_BUCKETS_WORD] = layout.rows.buckets
+            words[_BLOCK_BUCKETS_WORD] = layout.blocks.buckets
+            words[_MAGIC_WORD] = _MAGIC
+        return cls(buffer)
+
+    def publish(self, row: Row, coldest: Callable[[Sequence[int]], int]) -> Published | None:
+        """Make a row visible to everybody, or None if the block table has no room for its block.
+
+        `coldest` is called only where both buckets of the key are full: it gets their slots and returns
+        the one whose row leaves.
+        """
+        if len(row.key) != KEY_BYTES or len(row.block_key) != KEY_BYTES or not 0 <= row.tail < BLOCK_BYTES:
+            raise ValueError(f"not a row: {row}")
+        # Everything that can fail comes before anything that shows.
+        if self._find_block(row.block_key)[0] < 0 and self._free_slot(self._blocks, row.block_key) < 0:
+            self._add("refused_blocks_full", 1)
+            return None
+        replaced, evicted = self.get(row.key), None
+        slot = self._free_slot(self._rows, row.key)
+        if slot < 0:
+            others = [at for at in self._choices(row.key) if replaced is None or at != replaced.slot]
+            slot = coldest(others)
+            evicted = self._evict(slot, others)
+        word = self._next_word()
+        self._publish_row(slot, word, row)
+        self._publish_bit(row)
+        if replaced is None:
+            self._add("rows", 1)
+        else:
+            self._store(_REPLACEMENTS_WORD * 8, self._words[_REPLACEMENTS_WORD] + 1)  # P8 replaced
+            self._store(self._rows.entry(replaced.slot), 0)  # P9 old word
+        return Published(slot, word, evicted, replaced)
+
+    def _publish_row(self, slot: int, word: int, row: Row) -> None:
+        image = _sealed(
+            _ROW.pack(
+                word,
+                row.key,
+                row.block_key,
+                row.identity_tag,
+                row.text_bytes,
+                row.slab_bytes,
+                row.token_count,
+                row.flags,
+                row.tail,
+                row.tier,
+                row.reason,
+            )
+        )
+        entry = self._rows.entry(slot)
+        self._copy(entry + 8, image[8:])  # P1 body
+        self._store(self._rows.heads + slot * HEAD_BYTES, _head(row.key))  # P2 head
+        self._store(entry, word)  # P3 word
+
+    def _publish_bit(self, row: Row) -> None:
+        slot, _ = self._find_block(row.block_key)
+        if slot < 0:
+            slot = self._free_slot(self._blocks, row.block_key)
+            word = self._next_word()
+            image = _sealed(_BLOCK.pack(word, row.block_key))
+            entry = self._blocks.entry(slot)
+            self._copy(entry + 8, image[8:])  # P4 block body
+            self._store(self._blocks.heads + slot * HEAD_BYTES, _head(row.block_key))  # P5 block head
+            self._store(entry, word)  # P6 block word
+            self._add("blocks", 1)
+        place, bit = self._bit(slot, row.tail)
+        self._store(place, self._words[place >> 3] | bit)  # P7 bit
+
+    def remove(self, key: bytes) -> Found | None:
+        """Take a row out and return what it was, or None if there is none."""
+        found = self.get(key)
+        if found is not None:
+            self._remove(found)
+        return found
+
+    def _remove(self, found: Found) -> None:
+        row = found.row
+        block, _ = self._find_block(row.block_key)
+        place, bit = self._bit(block, row.tail)
+        self._store(place, self._words[place >> 3] & ~bit)  # R1 bit
+        if not self._tails(row.block_key):
+            self._store(self._blocks.entry(block), 0)  # R2 block word
+            self._add("blocks", -1)
+        self._store(self._rows.entry(found.slot), 0)  # R3 word
+        self._add("rows", -1)
+
+    def _evict(self, slot: int, choices: Sequence[int]) -> Found:
+        found = self.at(slot)
+        if slot not in choices or found is None:
+            raise ValueError(f"slot {slot} is none of those that could leave: {choices}")
+        self._remove(found)
+        self._add("left_buckets_full", 1)
+        return found
+
+    def _choices(self, key: bytes) -> list[int]:
+        """The row slots of both buckets of a key."""
+        buckets = {choice % self._rows.buckets for choice in _bucket_words(key)}
+        return [bucket * SLOTS + number for bucket in buckets for number in range(SLOTS)]
+
+    def _free_slot(self, table: _Table, key: bytes) -> int:
+        """A free slot for a key in its better bucket; -1 where both are full."""
+        first, second = (choice % table.buckets * SLOTS for choice in _bucket_words(key))
+        first_words = self._entry_words(table, first, SLOTS)
+        second_words = self._entry_words(table, second, SLOTS)
+        first_free, second_free = first_words.count(0), second_words.count(0)
+        if not first_free and not second_free:
+            return -1
+        if first_free > SLOTS // 2 or first_free >= second_free:
+            return first + first_words.index(0)
+        return second + second_words.index(0)
+
+    def _bit(self, block: int, tail: int) -> tuple[int, int]:
+        """Where a tail's bit is: the offset of its word, and the word with this bit alone."""
+        return self._bitmaps + block * BITMAP_BYTES + (tail >> 6) * 8, 1 << (tail & 63)
+
+    def _next_word(self) -> int:
+        self._generation += 1
+        return self._generation << 8 | _PUBLISHED
+
+    def set_stat(self, name: str, value: int) -> None:
+        """Show a figure, 0 to 2**64 - 1, to everybody. Raises KeyError for a name not in STAT_NAMES."""
+        self._words[_STAT_WORD[name]] = value
+
+    def _add(self, name: str, change: int) -> None:
+        self._words[_STAT_WORD[name]] += change
+
+    def _store(self, offset: int, word: int) -> None:
+        self._words[offset >> 3] = word
+
+    def _copy(self, offset: int, data: bytes) -> None:
+        self._buffer[offset : offset + len(data)] = data
+
+
+def _sealed(body: bytes) -> bytes:
+    return body + _CHECK.pack(crc32c(body))
+
+
+def _head(key: bytes) -> int:
+    return int.from_bytes(key[:HEAD_BYTES], "little")
