@@ -48,6 +48,10 @@ class Word(IntEnum):
     STARTED = 6
 
 
+EPOCH_WORD = int(Word.EPOCH)
+"""A plain int, because every lookup begins with this load."""
+
+
 class ControlPage:
     """A worker's view: read-only words and the question whether a coordinator lives."""
 
@@ -72,6 +76,11 @@ class ControlPage:
         if epoch and (theirs := self.words[Word.LAYOUT]) != layout:
             raise LayoutMismatch(layout, theirs)
         return epoch
+
+    @property
+    def forget(self) -> int:
+        """The number of forget commands so far."""
+        return self.words[Word.FORGET]
 
     def coordinator_lives(self) -> bool:
         """Asks the kernel, so it costs a system call: never on a hit."""

@@ -21,7 +21,7 @@ bitmap of the tail lengths that its rows have.
         32    8 row_buckets   coordinator
         40    8 block_buckets coordinator
         64    8 replacements  coordinator  moves on when a row takes the place of another of the same key
-       512  512 statistics    coordinator  64 words, named by STAT_NAMES
+       512 2048 statistics    coordinator  256 words, named by STAT_NAMES
     row
          0    8 word          coordinator  generation << 8 | 1, or 0: free
          8   32 key           coordinator
@@ -112,6 +112,7 @@ from crc32c import crc32c
 
 from shmcache.errors import LayoutMismatch
 from shmcache.key import BLOCK_BYTES, KEY_BYTES, PrefixWalk
+from shmcache.page import COUNTERS
 
 STAT_NAMES = (
     "started_unix_s",
@@ -119,11 +120,18 @@ STAT_NAMES = (
     "blocks",
     "refused_blocks_full",
     "left_buckets_full",
-    *(f"{what}_{tier}" for tier in ("ram", "ram_file", "disk") for what in ("rows", "bytes", "budget")),
+    *(
+        f"{what}_{tier}"
+        for tier in ("ram", "ram_file", "disk")
+        for what in ("rows", "bytes", "charged", "budget")
+    ),
     "evictions",
     *(f"saves_{reason}" for reason in ("unknown", "cold", "continued", "evict", "shutdown", "finish")),
-    *(f"dropped_{why}" for why in ("no_space", "held", "forgotten", "invalid", "stale", "refused")),
+    *(f"dropped_{why}" for why in ("no_space", "too_large", "forgotten", "refused")),
+    *(f"saves_{state}" for state in ("reserved", "published", "abandoned", "in_flight")),
+    "overtaken",
     "corrupt_rows",
+    *(f"gone_{name}" for name in COUNTERS),
 )
 """The statistics words in their order. Part of the layout: another list is another layout.
 
@@ -148,7 +156,7 @@ _MAGIC_WORD, _LAYOUT_WORD, _EPOCH_WORD, _MAX_ROWS_WORD, _ROW_BUCKETS_WORD, _BLOC
 _REPLACEMENTS_WORD = 8
 _STATS_WORD = 64
 _STAT_WORD = {name: _STATS_WORD + number for number, name in enumerate(STAT_NAMES)}
-assert len(STAT_NAMES) <= 64
+assert len(STAT_NAMES) <= 256
 
 _PUBLISHED = 1
 _ROW = struct.Struct("<Q32s32sQQQIIHBB16x")

@@ -160,10 +160,10 @@ class WorkerPage(_PageView):
         """Add to a counter. The caller serialises threads (client)."""
         self.words[_COUNTER_WORD + COUNTER_INDEX[name]] += by
 
-    def touch(self, slot: int, generation: int) -> None:
-        """Note the use of a row: the touch first, then the head that shows it."""
+    def touch(self, touch: int) -> None:
+        """Note the use of a row (index.Found.touch): the touch first, then the head that shows it."""
         head = self.words[Word.TOUCHES]
-        self.words[_RING_WORD + head % RING_WORDS] = slot | (generation & 0xFFFFFFFF) << 32
+        self.words[_RING_WORD + head % RING_WORDS] = touch
         self.words[Word.TOUCHES] = head + 1
 
     def prepare_wait(self, mailbox: int) -> None:

@@ -22,7 +22,7 @@ Leaves out: how bytes travel (mq, page) and what is answered (coordinator).
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from crc32c import crc32c
@@ -32,7 +32,9 @@ MESSAGE_BYTES = 8192
 MAX_PLANS = 16
 VERSION = 2
 
-Key = bytes  # 32 bytes
+Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 
 
 class Tier(IntEnum):
@@ -47,28 +49,24 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     """One row that a worker means to save.
 
     slab_bytes is an upper bound of the whole file, metadata included, and what the reservation
-    charges; identity_tag and the addresses are those of the index (index, key).
+    charges. key and block_key are None where the text is not known yet: a reply in the making has
+    its bytes reserved, and its key when it is written.
     """
 
-    key: Key
-    block_key: Key
-    tail: int
-    identity_tag: int
-    text_bytes: int
-    slab_bytes: int
-    token_count: int
+    key: Key | None
+    block_key: Key | None
+    text_bytes: Size
+    slab_bytes: Size
     tier: Tier
-    reason: int
-    flags: int
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What every request starts with."""
 
-    epoch: int
-    client: int
-    mailbox: int
-    request: int
+    epoch: Id
+    client: Id
+    mailbox: Annotated[int, msgspec.Meta(ge=0, le=NO_MAILBOX)]
+    request: Id
 
 
 class Reserve(Request, frozen=True, tag="reserve"):
@@ -77,22 +75,22 @@ class Reserve(Request, frozen=True, tag="reserve"):
     base is the row that was used, forget the forget number under which the sequence began.
     """
 
-    forget: int
+    forget: Id
     base: Key | None
-    plans: list[Plan]
+    plans: Annotated[list[Plan], msgspec.Meta(max_length=MAX_PLANS)]
 
 
 class Extend(Request, frozen=True, tag="extend"):
     """The slab turned out longer: charge slab_bytes in all for this reservation."""
 
-    token: int
-    slab_bytes: int
+    token: Id
+    slab_bytes: Size
 
 
 class Written(Request, frozen=True, tag="written"):
     """The slab of this reservation lies complete in the tier's `in/`. Only a hint to look now."""
 
-    token: int
+    token: Id
     key: Key
 
 
@@ -103,16 +101,21 @@ class Await(Request, frozen=True, tag="await"):
 
 
 class Cancel(Request, frozen=True, tag="cancel"):
-    """These reservations are not used and none of their bytes is held any more."""
+    """These reservations are not used and none of their bytes is held any more.
 
-    tokens: list[int]
+    asked is the request id of a Reserve whose answer never came, 0 for none: what it was granted is
+    given back without its tokens being known.
+    """
+
+    tokens: Annotated[list[Id], msgspec.Meta(max_length=MAX_PLANS)]
+    asked: Id = 0
 
 
 class Drop(Request, frozen=True, tag="drop"):
     """The publication `word` of this row failed its checks; forget it, once."""
 
     key: Key
-    word: int
+    word: Annotated[int, msgspec.Meta(ge=0)]
     why: str
 
 

@@ -18,7 +18,8 @@
 
 Owner: the coordinator's thread. Readers: the same thread only.
 Invariants
-    I1  One live reservation a key: `by_key` holds exactly those in RESERVED .. LINKED.
+    I1  One live reservation a key: `by_key` holds exactly those in RESERVED .. LINKED whose plan
+        names a key; a reply in the making has none until it is written.
     I2  A tier is charged for every reservation that has not ended, OVERTAKEN included: bytes that
         somebody may still be writing are never given to somebody else.
     I3  reserved == published + abandoned + in_flight.
@@ -79,10 +80,14 @@ _HOLDS_KEY = (State.RESERVED, State.WRITTEN, State.CHECKED, State.LINKED)
 
 
 class Reservation(msgspec.Struct):
-    """One save. charged_bytes starts at the plan's and grows by Extend."""
+    """One save. charged_bytes starts at the plan's and grows by Extend.
+
+    asked is the request id of the Reserve that was granted, so that it can be taken back unseen.
+    """
 
     token: int
     client: int
+    asked: int
     forget: int
     base: bytes | None
     plan: Plan
@@ -114,7 +119,9 @@ class Reservations:
         key = reservation.plan.key
         if key in self._by_key or reservation.token in self._by_token:
             raise IllegalTransition(State.RESERVED.value, "open")
-        self._by_token[reservation.token] = self._by_key[key] = reservation
+        self._by_token[reservation.token] = reservation
+        if key is not None:
+            self._by_key[key] = reservation
         self._charged_bytes[reservation.plan.tier] += reservation.charged_bytes
         self._reserved += 1
 
@@ -124,8 +131,9 @@ class Reservations:
         if after is None:
             raise IllegalTransition(reservation.state.value, event.value)
         reservation.state = after
-        if after not in _HOLDS_KEY and self._by_key.get(reservation.plan.key) is reservation:
-            del self._by_key[reservation.plan.key]
+        key = reservation.plan.key
+        if key is not None and after not in _HOLDS_KEY and self._by_key.get(key) is reservation:
+            del self._by_key[key]
         if after in ENDED:
             del self._by_token[reservation.token]
             self._charged_bytes[reservation.plan.tier] -= reservation.charged_bytes
@@ -141,9 +149,9 @@ class Reservations:
         """The reservation of this token, if it has not ended."""
         return self._by_token.get(token)
 
-    def by_key(self, key: bytes) -> Reservation | None:
+    def by_key(self, key: bytes | None) -> Reservation | None:
         """The one reservation that holds this key, if any."""
-        return self._by_key.get(key)
+        return self._by_key.get(key) if key is not None else None
 
     def of_client(self, client: int) -> list[Reservation]:
         """All that this client has not ended."""

@@ -1,0 +1,468 @@
+"""A worker's side: which stored state fits this prompt, and where does a new one go?
+
+    LOOKUP  candidates(): epoch → index → map (kept, or fresh and summed) → Hit → use()
+    SAVE    reserve() → Slab.payload() → Slab.save() → helper thread: sum, trim, link, `written`
+
+Owner: one Cache per process and namespace; a forked child attaches anew by itself.
+Readers: the model layer (workers), any number of threads.
+Invariants
+    I1  No method here raises for anything that the coordinator, a file or /dev/shm can do: what
+        fails is a miss or a skipped save, counted, and logged once per kind. Slab.payload alone
+        raises, OutOfSpace, because its caller has to know.
+    I2  A lookup sends no message and takes no lock that another process can hold; its only system
+        calls map a slab that is not kept.
+    I3  Every granted reservation ends: saved, cancelled, or taken back by the coordinator when this
+        process has let go of its page's lock.
+    I4  unnamed bytes are stated before they are allocated and until they have a name or are freed.
+Leans on: what is published never changes, so a kept mapping needs no lock, no pin and no second sum.
+Leaves out: what a state is, which rows are worth saving (workers, policy).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+
+import msgspec
+
+from shmcache import kvc, protocol, shm
+from shmcache.config import check_namespace
+from shmcache.connection import FAULTS, Connection
+from shmcache.errors import ConfigError, CorruptSlab, OutOfSpace
+from shmcache.index import Found
+from shmcache.key import PrefixWalk, RowAddress
+from shmcache.protocol import Plan, Tier, VerdictKind
+from shmcache.slab import KeptSlabs, MappedSlab, UnnamedSlab
+from shmcache.tiers.base import HandOver, file_name
+
+KEPT_MAPPING_BYTES = 1 << 30
+"""How much a worker keeps mapped by default: twenty rows of 2,000 tokens of a small model."""
+
+RESERVE_TIMEOUT_MS = 50
+_ANSWER_NS = 2_000_000_000
+_IDLE_S = 0.5
+_VERDICT_COUNTERS: dict[VerdictKind, str] = {
+    "present": "save_present",
+    "held": "save_held",
+    "no_space": "save_dropped_no_space",
+    "too_large": "save_dropped_no_space",
+    "forgotten": "save_dropped_stale",
+}
+
+
+class SavePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One row that may be saved.
+
+    address         of the text; None for a reply in the making, whose text is not known yet.
+    text_bytes      length of the rendered text, or of what is known of it.
+    payload_offset  where the state begins in the slab: kvc.head_bytes of the most it may hold.
+    payload_bytes   upper bound of the state.
+    """
+
+    address: RowAddress | None
+    text_bytes: int
+    payload_offset: int
+    payload_bytes: int
+
+
+class CacheStatistics(msgspec.Struct, frozen=True):
+    """What this worker keeps and has counted, by the names of page.COUNTERS."""
+
+    kept_bytes: int
+    counters: dict[str, int]
+
+
+class Hit:
+    """A published row whose text is a prefix of the prompt: mapped and verified."""
+
+    def __init__(self, cache: Cache, found: Found, slab: MappedSlab) -> None:
+        self._cache = cache
+        self.found = found
+        self.image = slab.image
+
+    def use(self) -> None:
+        """Note that the row was restored; this keeps it warm."""
+        self._cache.connection.touch(self.found.touch)
+
+
+class Slab:
+    """A granted reservation: memory is made ready for it, filled, and handed over."""
+
+    def __init__(self, cache: Cache, plan: SavePlan, token: int, forget: int) -> None:
+        self._cache = cache
+        self._plan = plan
+        self._token = token
+        self._forget = forget
+        self._ready = threading.Event()
+        self._ended = threading.Event()
+        self._unnamed: UnnamedSlab | None = None
+        self._payload_bytes = 0
+        self._published = False
+
+    def payload(self, payload_bytes: int) -> memoryview:
+        """Where to write a state of so many bytes; waits for the preparation.
+
+        Raises:
+            OutOfSpace: /dev/shm or the tier's budget has no room; the reservation is given back.
+        """
+        self._ready.wait()
+        if self._unnamed is not None and payload_bytes > self._plan.payload_bytes:
+            self._grow(payload_bytes)
+        if self._unnamed is None:
+            self._cache.count("save_dropped_no_space")
+            self.cancel()
+            raise OutOfSpace("/dev/shm", self._plan.payload_offset + payload_bytes, shm.free_bytes())
+        self._payload_bytes = payload_bytes
+        return self._unnamed.payload(payload_bytes)
+
+    def save(self, meta: kvc.Meta, pieces: Sequence[kvc.Piece], token_ids: memoryview) -> None:
+        """The payload is written: sum it, name it and hand it over, on the helper thread."""
+        self._cache.count("save_handed_over")
+        self._cache.do(lambda: self._hand_over(meta, pieces, token_ids))
+
+    def wait(self, timeout_ms: int) -> bool:
+        """Whether the row is published; waits for the hand-over, at most so long."""
+        return self._ended.wait(timeout_ms / 1000) and self._published
+
+    def cancel(self) -> None:
+        """Give the reservation back without waiting. Once handed over, or ended, it does nothing."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._cache.count("save_dropped_cancelled")
+            self._cache.do(self._give_back)
+
+    def prepare(self) -> None:
+        """On the helper thread: allocate, map, populate. A failure shows in payload()."""
+        try:
+            if not self._ended.is_set():
+                self._make(self._plan.payload_bytes)
+        except OSError as error:
+            self._cache.connection.fault("prepare", error)
+        finally:
+            self._ready.set()
+
+    def _make(self, payload_bytes: int) -> None:
+        size_bytes = self._plan.payload_offset + payload_bytes
+        self._cache.connection.hold_unnamed(size_bytes)
+        try:
+            self._unnamed = UnnamedSlab(self._cache.in_fd(), self._plan.payload_offset, size_bytes)
+        except BaseException:
+            self._cache.connection.hold_unnamed(-size_bytes)
+            raise
+
+    def _grow(self, payload_bytes: int) -> None:
+        """The state is longer than planned: ask for the bytes, then make the slab anew."""
+        slab_bytes = self._plan.payload_offset + payload_bytes
+        answer = self._cache.connection.ask(
+            lambda head: protocol.Extend(**head, token=self._token, slab_bytes=slab_bytes),
+            RESERVE_TIMEOUT_MS * 1_000_000,
+        )
+        self._let_go_of_bytes()
+        if isinstance(answer, protocol.Reserved) and answer.verdicts[0].kind == "granted":
+            try:
+                self._make(payload_bytes)
+            except OSError as error:
+                self._cache.connection.fault("prepare", error)
+
+    def _hand_over(self, meta: kvc.Meta, pieces: Sequence[kvc.Piece], token_ids: memoryview) -> None:
+        handover = HandOver(meta.key, self._token, self._forget)
+        assert self._unnamed is not None
+        try:
+            self._unnamed.finish(meta, pieces, token_ids, self._payload_bytes)
+            self._unnamed.link(self._cache.in_fd(), handover.name)
+        except FAULTS as error:
+            self._cache.connection.fault("save", error)
+            self._cache.count("save_dropped_failed")
+            self._give_back()
+            return
+        finally:
+            self._let_go_of_bytes()
+            self._cache.connection.progress()
+        answer = self._cache.connection.ask(
+            lambda head: protocol.Written(**head, token=self._token, key=meta.key), _ANSWER_NS
+        )
+        # Without an answer the name speaks for itself: this or the next coordinator finds it.
+        self._published = isinstance(answer, protocol.Outcome) and answer.published
+        self._ended.set()
+
+    def _give_back(self) -> None:
+        self._let_go_of_bytes()
+        self._ended.set()
+        self._cache.connection.tell(lambda head: protocol.Cancel(**head, tokens=[self._token]), _ANSWER_NS)
+
+    def _let_go_of_bytes(self) -> None:
+        unnamed, self._unnamed = self._unnamed, None
+        if unnamed is not None:
+            self._cache.connection.hold_unnamed(-unnamed.charged_bytes)
+            unnamed.close()
+
+
+class Cache:
+    """A worker's cache of one namespace. Context manager; close() waits for saves handed over."""
+
+    def __init__(self, namespace: str, tier: Tier, kept_mapping_bytes: int) -> None:
+        self.connection = Connection(namespace)
+        self.tier = tier
+        self._kept_mapping_bytes = kept_mapping_bytes
+        self._lock = threading.Lock()
+        self._start_over()
+        _open_caches.add(self)
+
+    def _start_over(self) -> None:
+        self._pid = os.getpid()
+        self._kept = KeptSlabs(self._kept_mapping_bytes)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._helper: threading.Thread | None = None
+        self._in_fd = -1
+
+    # ---- LOOKUP
+
+    def candidates(self, walk: PrefixWalk, max_bytes: int) -> Iterator[Hit]:
+        """Rows whose text is a prefix of the walk's text and at most max_bytes long, longest first.
+
+        Each is mapped and verified as it is asked for; one that does not verify is dropped for
+        everybody, once, and skipped.
+        """
+        reader = self.connection.reader()
+        if reader is None:
+            self.count("uncached")
+            return
+        for found in reader.candidates(walk, max_bytes):
+            if (hit := self._open(found)) is not None:
+                yield hit
+
+    def get(self, key: bytes) -> Hit | None:
+        """The row of a key, mapped and verified, or None."""
+        reader = self.connection.reader()
+        found = reader.get(key) if reader is not None else None
+        return self._open(found) if found is not None else None
+
+    def drop(self, hit: Hit, why: str) -> None:
+        """Forget a row that did not restore: everywhere, once, with one log line at the coordinator."""
+        self.count("restore_refused")
+        self._drop(hit.found, why)
+
+    def _open(self, found: Found) -> Hit | None:
+        row = found.row
+        with self._lock:
+            slab = self._kept.get(row.key, found.word)
+        try:
+            if slab is None:
+                slab = self._map(found)
+        except FileNotFoundError:
+            return None  # Evicted since the index was read: a miss.
+        except CorruptSlab as error:
+            self.count("corrupt_rows")
+            self._drop(found, str(error))
+            return None
+        except FAULTS as error:
+            self.connection.fault("map", error)
+            return None
+        return Hit(self, found, slab)
+
+    def _map(self, found: Found) -> MappedSlab:
+        row = found.row
+        tier = Tier(row.tier).name.lower()
+        mapping = shm.Mapping.open(self.connection.names.tier(tier) / file_name(row.key))
+        slab = MappedSlab(mapping)
+        if slab.image.meta.key != row.key:
+            slab.close()
+            raise CorruptSlab("the slab holds the row of another key")
+        self.count("mapped_slabs")
+        with self._lock:
+            self._kept.put(row.key, found.word, slab)
+            self.connection.state_mapped(self._kept.kept_bytes)
+        self._start_helper()
+        return slab
+
+    def _drop(self, found: Found, why: str) -> None:
+        key = found.row.key
+        with self._lock:
+            self._kept.let_go(key)
+        self.connection.tell(lambda head: protocol.Drop(**head, key=key, word=found.word, why=why[:200]))
+
+    # ---- SAVE
+
+    def reserve(self, plans: Sequence[SavePlan], base: bytes | None, forget: int) -> list[Slab | None]:
+        """Ask for all missing rows of a prompt at once; slabs are made ready on the helper thread.
+
+        Args:
+            plans: in the order of the prompt; at most protocol.MAX_PLANS.
+            base: key of the row that was used.
+            forget: the forget number under which the sequence began.
+        Returns:
+            A Slab for each plan that was granted, None for one that is there, held or has no room.
+        """
+        answer = self.connection.ask(
+            lambda head: protocol.Reserve(
+                **head, forget=forget, base=base, plans=[self._wire(plan) for plan in plans]
+            ),
+            RESERVE_TIMEOUT_MS * 1_000_000,
+        )
+        if not isinstance(answer, protocol.Reserved) or len(answer.verdicts) != len(plans):
+            return [None] * len(plans)
+        slabs: list[Slab | None] = []
+        for plan, verdict in zip(plans, answer.verdicts, strict=True):
+            if verdict.kind == "granted":
+                slab = Slab(self, plan, verdict.token, forget)
+                self.do(slab.prepare)
+                slabs.append(slab)
+            else:
+                self.count(_VERDICT_COUNTERS[verdict.kind])
+                slabs.append(None)
+        return slabs
+
+    def _wire(self, plan: SavePlan) -> Plan:
+        address = plan.address
+        return Plan(
+            key=address.key if address is not None else None,
+            block_key=address.block_key if address is not None else None,
+            text_bytes=plan.text_bytes,
+            slab_bytes=plan.payload_offset + plan.payload_bytes,
+            tier=self.tier,
+        )
+
+    def in_fd(self) -> int:
+        """Directory that takes finished slabs of this cache's tier. Raises OSError, ForeignObject."""
+        if self._in_fd < 0:
+            tier = self.connection.names.tier(self.tier.name.lower())
+            self._in_fd = shm.open_directory(tier / "in")
+        return self._in_fd
+
+    def flush(self, timeout_ms: int) -> bool:
+        """Wait until everything handed over so far has its outcome; False if it took longer."""
+        done = threading.Event()
+        self.do(done.set)
+        return done.wait(timeout_ms / 1000)
+
+    # ---- counting
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a counter of page.COUNTERS."""
+        self.connection.count(name, by)
+
+    def progress(self) -> None:
+        """Say that this worker moves; call it after every decoded piece."""
+        self.connection.progress()
+
+    @property
+    def forget(self) -> int:
+        """The forget number under which a sequence begins now."""
+        return self.connection.forget
+
+    def statistics(self) -> CacheStatistics:
+        """What this worker keeps mapped and has counted."""
+        return CacheStatistics(self._kept.kept_bytes, self.connection.counters())
+
+    # ---- the helper thread
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Run a job on the helper thread, in order."""
+        self._jobs.put(job)
+        self._start_helper()
+
+    def _start_helper(self) -> None:
+        with self._lock:
+            if self._helper is None:
+                self._helper = threading.Thread(target=self._help, name="shmcache-helper", daemon=True)
+                self._helper.start()
+
+    def _help(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=_IDLE_S)
+            except queue.Empty:
+                self._let_go_of_what_left()
+                continue
+            if job is None:
+                return
+            try:
+                job()
+            except FAULTS as error:
+                self.connection.fault("helper", error)
+
+    def _let_go_of_what_left(self) -> None:
+        """Also an idle worker gives evicted bytes back: what is unlinked and mapped still costs."""
+        reader = self.connection.reader()
+
+        def has_left(key: bytes, word: int) -> bool:
+            found = reader.get(key) if reader is not None else None
+            return found is None or found.word != word
+
+        with self._lock:
+            self._kept.let_go_where(has_left)
+            self.connection.state_mapped(self._kept.kept_bytes)
+
+    # ---- leaving
+
+    def close(self, timeout_ms: int = 2_000) -> None:
+        """Wait for saves handed over, then let go of everything. The rows stay for everybody else."""
+        if self._helper is not None:
+            self._jobs.put(None)
+            self._helper.join(timeout_ms / 1000)
+        with self._lock:
+            self._kept.clear()
+            if self._in_fd >= 0:
+                os.close(self._in_fd)
+            self._start_over()
+        self.connection.close()
+
+    def after_fork(self) -> None:
+        """In the child: no helper, no mappings; it attaches anew at its first call."""
+        self._lock = threading.Lock()
+        inherited_fd = self._in_fd
+        self._kept.clear()
+        self._start_over()
+        if inherited_fd >= 0:
+            os.close(inherited_fd)
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def attach(
+    namespace: str = "default", *, tier: str = "ram_file", kept_mapping_bytes: int = KEPT_MAPPING_BYTES
+) -> Cache:
+    """A cache of this namespace for this process.
+
+    Looks at nothing yet, so it never fails for a coordinator that is not there: lookups miss, saves
+    are skipped, and it is looked for again at most once a second.
+
+    Args:
+        namespace: as given to shmcache-coordinator.
+        tier: where this worker's saves go: "ram_file".
+        kept_mapping_bytes: bytes of slabs that stay mapped between requests.
+    Raises:
+        ConfigError: a namespace or a tier that cannot be.
+    """
+    if tier != "ram_file":
+        raise ConfigError(f"tier ({tier}) must be ram_file")
+    return Cache(check_namespace(namespace), Tier.RAM_FILE, kept_mapping_bytes)
+
+
+_open_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for cache in list(_open_caches):
+        cache.after_fork()
+
+
+def _close_at_exit() -> None:
+    """A worker that ends in an ordinary way still hands over what it has saved."""
+    for cache in list(_open_caches):
+        cache.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_close_at_exit)

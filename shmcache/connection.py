@@ -1,0 +1,329 @@
+"""Is there a coordinator, what does its index say, and how do I ask it?
+
+    not attached ──look, at most once a second──► attached ──epoch moves──► remapped
+         ▲                                           │
+         └────────── fork: the child starts over ────┘
+
+Owner: one Connection per process and namespace; a forked child attaches anew under its own id.
+Readers: any number of threads; counts and mailboxes are serialised here.
+Invariants
+    I1  view() takes one load to see that nothing has changed, and no system call then.
+    I2  Whoever looks for a coordinator that is not there looks at most once a second.
+    I3  ask() ends: with the answer, at its deadline, or within 100 ms of the coordinator's death.
+    I4  What is counted before a page exists is in the page once it does.
+Leans on
+    The epoch is stored last (control I1): an index that opens under it is complete.
+    posix_ipc.send without blocking never swallows a signal handler's exception; a FIFO wait is poll.
+Leaves out: what is asked and what is done with the answer (client).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TypedDict
+
+import msgspec
+
+from shmcache import page, protocol, shm
+from shmcache.control import EPOCH_WORD, ControlPage
+from shmcache.errors import ForeignObject, NoCoordinator, ShmcacheError
+from shmcache.index import LAYOUT_HASH, IndexReader
+from shmcache.mq import RequestQueue
+from shmcache.page import COUNTER_INDEX, COUNTERS, MAILBOXES, Word, WorkerPage
+from shmcache.protocol import NO_MAILBOX, AnyReply, AnyRequest, Stale
+from shmcache.shm import SHM_ROOT, Names
+
+log = logging.getLogger(__name__)
+
+LAYOUT = LAYOUT_HASH ^ page.LAYOUT ^ protocol.LAYOUT << 32
+"""What the control page must say: index, pages and messages are those of this build."""
+
+FAULTS = (ShmcacheError, OSError)
+"""What a cache may run into; a worker turns these into a miss or a skipped save."""
+
+_LOOK_AGAIN_NS = 1_000_000_000
+_LOOK_AT_LOCK_NS = 100_000_000
+
+
+class Head(TypedDict):
+    """What every request starts with (protocol.Request)."""
+
+    epoch: int
+    client: int
+    mailbox: int
+    request: int
+
+
+class _View:
+    """One epoch's index, mapped; a reader for each thread, because readers keep counts."""
+
+    def __init__(self, epoch: int, mapping: shm.Mapping) -> None:
+        self.epoch = epoch
+        self._mapping = mapping
+        self._local = threading.local()
+        self.reader()
+
+    def reader(self) -> IndexReader:
+        """This thread's reader. Raises LayoutMismatch."""
+        reader: IndexReader | None = getattr(self._local, "reader", None)
+        if reader is None:
+            reader = self._local.reader = IndexReader(self._mapping.bytes)
+        return reader
+
+    def close(self) -> None:
+        self._mapping.close()
+
+
+class Connection:
+    """One process's link to a namespace's coordinator. Making one never fails and looks at nothing."""
+
+    def __init__(self, namespace: str) -> None:
+        self.names = Names(namespace)
+        self._lock = threading.RLock()
+        self._start_over()
+        _alive.add(self)
+
+    def _start_over(self) -> None:
+        self.client = random.SystemRandom().getrandbits(63)
+        self._control: ControlPage | None = None
+        self._view: _View | None = None
+        self._page: WorkerPage | None = None
+        self._queue: RequestQueue | None = None
+        self._look_again_ns = 0
+        self._counts = [0] * len(COUNTERS)
+        self._unnamed_bytes = 0
+        self._faults_logged: set[tuple[str, type]] = set()
+        self._request_ids = itertools.count(1)
+        self._mailboxes: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for mailbox in range(MAILBOXES):
+            self._mailboxes.put(mailbox)
+
+    # ---- reading
+
+    def reader(self) -> IndexReader | None:
+        """The current index, remapped where the epoch has moved; None where there is none (I1)."""
+        view, control = self._view, self._control
+        if view is not None and control is not None and control.words[EPOCH_WORD] == view.epoch:
+            return view.reader()
+        return self._attach()
+
+    @property
+    def forget(self) -> int:
+        """The forget number under which a sequence begins now; 0 without a coordinator."""
+        return self._control.forget if self._control is not None else 0
+
+    def _attach(self) -> IndexReader | None:
+        """Look for the current epoch, at most once a second while there is nothing to find (I2)."""
+        with self._lock:
+            now_ns = time.monotonic_ns()
+            if now_ns < self._look_again_ns:
+                return None
+            try:
+                self._remap()
+                self._make_page()
+            except FAULTS as error:
+                self.fault("attach", error)
+                self._drop_view()
+            if self._view is None:
+                self._look_again_ns = now_ns + _LOOK_AGAIN_NS
+                return None
+            return self._view.reader()
+
+    def _remap(self) -> None:
+        if self._control is None:
+            self._control = ControlPage.open(self.names)
+        for last_try in (False, True):
+            epoch = self._control.epoch(LAYOUT)
+            if self._view is not None and self._view.epoch == epoch:
+                return
+            self._drop_view()
+            if epoch == 0:
+                return
+            try:
+                mapping = shm.Mapping.open(SHM_ROOT / self.names.index_segment(epoch))
+            except FileNotFoundError:
+                # A newer coordinator has removed it between our two looks.
+                if last_try:
+                    raise
+            else:
+                self._view = _View(epoch, mapping)
+                return
+
+    def _make_page(self) -> None:
+        if self._view is not None and self._page is None:
+            self._page = WorkerPage(self.names, self.client)
+            for name, index in COUNTER_INDEX.items():
+                self._page.count(name, self._counts[index])
+
+    def _drop_view(self) -> None:
+        view, self._view = self._view, None
+        if view is not None:
+            view.close()
+
+    # ---- counting
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a counter of page.COUNTERS (I4)."""
+        with self._lock:
+            self._counts[COUNTER_INDEX[name]] += by
+            if self._page is not None:
+                self._page.count(name, by)
+
+    def counters(self) -> dict[str, int]:
+        """What this process has counted."""
+        return dict(zip(COUNTERS, self._counts, strict=True))
+
+    def touch(self, touch: int) -> None:
+        """Note the use of a row (index.Found.touch)."""
+        with self._lock:
+            if self._page is not None:
+                self._page.touch(touch)
+
+    def progress(self) -> None:
+        """Say that this worker moves: an owner that does not for a minute counts as stuck."""
+        if self._page is not None:
+            self._page.words[Word.PROGRESS] += 1
+
+    def hold_unnamed(self, by_bytes: int) -> None:
+        """State how many bytes without a name this worker holds."""
+        with self._lock:
+            self._unnamed_bytes += by_bytes
+            if self._page is not None:
+                self._page.words[Word.UNNAMED] = self._unnamed_bytes
+
+    def state_mapped(self, kept_bytes: int) -> None:
+        """State how many bytes of slabs this worker keeps mapped."""
+        if self._page is not None:
+            self._page.words[Word.MAPPED] = kept_bytes
+
+    def fault(self, what: str, error: BaseException) -> None:
+        """Count a fault of the cache, and log the first of its kind."""
+        if isinstance(error, NoCoordinator):
+            log.info("%s", error)
+            return
+        self.count("foreign_objects" if isinstance(error, ForeignObject) else "cache_faults")
+        kind = (what, type(error))
+        if kind not in self._faults_logged:
+            self._faults_logged.add(kind)
+            log.warning("%s: %s: served without the cache (further ones are only counted)", what, error)
+
+    # ---- asking
+
+    def ask(self, make: Callable[[Head], AnyRequest], timeout_ns: int) -> AnyReply | None:
+        """Send a request and wait for its answer; None if there is none in time (I3).
+
+        An answer `stale` means a new coordinator: the request is sent to it again, once.
+        """
+        deadline_ns = time.monotonic_ns() + timeout_ns
+        try:
+            mailbox = self._mailboxes.get_nowait()
+        except queue.Empty:
+            self.count("save_dropped_queue_full")
+            return None
+        try:
+            reply = self._ask_once(make, mailbox, deadline_ns)
+            if isinstance(reply, Stale):
+                reply = self._ask_once(make, mailbox, deadline_ns)
+        except FAULTS as error:
+            self.fault("ask", error)
+            return None
+        finally:
+            self._mailboxes.put(mailbox)
+        return None if isinstance(reply, Stale) else reply
+
+    def tell(self, make: Callable[[Head], AnyRequest], timeout_ns: int = 0) -> bool:
+        """Send a request that wants no answer; False if it could not be sent in time."""
+        try:
+            return self._send(make, NO_MAILBOX, time.monotonic_ns() + timeout_ns) is not None
+        except FAULTS as error:
+            self.fault("tell", error)
+            return False
+
+    def _ask_once(
+        self, make: Callable[[Head], AnyRequest], mailbox: int, deadline_ns: int
+    ) -> AnyReply | None:
+        self.reader()
+        worker_page, control = self._page, self._control
+        if worker_page is None or control is None:
+            self.count("save_dropped_no_coordinator")
+            return None
+        worker_page.prepare_wait(mailbox)
+        request = self._send(make, mailbox, deadline_ns)
+        if request is None:
+            return None
+        while (now_ns := time.monotonic_ns()) < deadline_ns:
+            body = worker_page.wait(mailbox, request, min(deadline_ns, now_ns + _LOOK_AT_LOCK_NS))
+            if body is not None:
+                return _decoded(body)
+            if not control.coordinator_lives():
+                return None
+        # If this was a Reserve, it may be granted yet: nobody would know of what it holds.
+        self.tell(lambda head: protocol.Cancel(**head, tokens=[], asked=request))
+        return None
+
+    def _send(self, make: Callable[[Head], AnyRequest], mailbox: int, deadline_ns: int) -> int | None:
+        """Send under the current epoch; the request id, or None if nothing was sent."""
+        if self.reader() is None or self._view is None:
+            self.count("save_dropped_no_coordinator")
+            return None
+        with self._lock:
+            if self._queue is None:
+                self._queue = RequestQueue(self.names)
+            request = next(self._request_ids)
+        head = Head(epoch=self._view.epoch, client=self.client, mailbox=mailbox, request=request)
+        if not self._queue.send(protocol.encode(make(head)), deadline_ns):
+            self.count("save_dropped_queue_full")
+            return None
+        return request
+
+    # ---- leaving
+
+    def close(self) -> None:
+        """Leave: the page's lock goes last, and with it all that this process still held."""
+        with self._lock:
+            self._drop_view()
+            if self._queue is not None:
+                self._queue.close()
+            if self._page is not None:
+                self._page.close()
+            if self._control is not None:
+                self._control.close()
+            self._start_over()
+
+    def after_fork(self) -> None:
+        """In the child: the parent's lock, page and mailboxes stay the parent's."""
+        self._lock = threading.RLock()
+        inherited = (self._view, self._queue, self._control)
+        worker_page = self._page
+        self._start_over()
+        if worker_page is not None:
+            worker_page.close_in_child()
+        for opened in inherited:
+            if opened is not None:
+                opened.close()
+
+
+def _decoded(body: bytes) -> AnyReply | None:
+    try:
+        return protocol.decode_reply(body)
+    except msgspec.MsgspecError:
+        return None
+
+
+_alive: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for connection in list(_alive):
+        connection.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,576 @@
+"""The single writer: may this be saved, is this complete, and who has to leave for it?
+
+    Reserve ─► verdicts            room is made, bytes are charged, the key is held
+    Written ─► check ─► link ─► publish            or refused, and the bytes are given back
+    Cancel, client_gone ─► let go                  what has a name is looked at first
+    Drop ─► remove                                 row, then file
+
+Owner: one per namespace; everything here runs on the thread of the server's loop.
+Readers: nobody; workers read the index.
+Invariants
+    I1  For each tier: bytes of its rows + bytes charged to saves in flight + bytes that workers hold
+        beyond what they reserved here <= budget, at every instant but a start under a lower budget,
+        which evicts before it serves.
+    I2  A row is published after its slab is linked, and removed before its slab is unlinked.
+    I3  The row that a live reservation extends, and its ancestors, are not evicted.
+    I4  Every waiter of a key gets one outcome: at publish, refusal, cancel, or its owner's end.
+    I5  handle() has no clock, no lock and no sleep of its own: time is an argument.
+Leans on: one thread. A tier's calls are system calls on names; it never reads a payload.
+Leaves out: how messages come and go, who lives (server), what bytes mean (kvc).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from shmcache.errors import CorruptSlab, ForeignObject
+from shmcache.index import Found, IndexWriter, Row
+from shmcache.key import identity_tag
+from shmcache.lru import NONE, UseOrder
+from shmcache.protocol import (
+    NO_MAILBOX,
+    AnyReply,
+    AnyRequest,
+    Await,
+    Cancel,
+    Drop,
+    Extend,
+    Outcome,
+    Plan,
+    Reserve,
+    Reserved,
+    Stale,
+    Tier,
+    Verdict,
+    Written,
+)
+from shmcache.reservation import Event, Reservation, Reservations, State
+from shmcache.tiers import base
+
+log = logging.getLogger(__name__)
+
+FLAG_HEAD = 1
+HEAD_DETAIL = "head"  # reason_detail of a head anchor: how the flag survives a restart
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """A reply for the server to deliver."""
+
+    client: int
+    mailbox: int
+    request: int
+    body: AnyReply
+
+
+class Now(msgspec.Struct, frozen=True):
+    """The time, passed in."""
+
+    unix_s: int
+
+
+class TierState(msgspec.Struct):
+    """One tier as the coordinator sees it."""
+
+    tier: base.Tier
+    budget_bytes: int
+    used_bytes: int = 0
+    rows: int = 0
+
+
+class Coordinator:
+    """Index, use order, reservations and tiers of one namespace, and the rules between them."""
+
+    def __init__(
+        self,
+        index: IndexWriter,
+        tiers: Sequence[TierState],
+        epoch: int,
+        forget: int,
+        unnamed_bytes: Callable[[], Mapping[int, int]],
+    ) -> None:
+        """Nothing is adopted yet.
+
+        Args:
+            index: an empty index.
+            tiers: the tiers that this namespace has.
+            epoch: of the messages to be answered.
+            forget: the control page's forget number.
+            unnamed_bytes: by client, the bytes without a name that each worker says it holds.
+        """
+        self._index = index
+        self._tiers = {state.tier.number: state for state in tiers}
+        self._epoch = epoch
+        self._forget = forget
+        self._unnamed_bytes = unnamed_bytes
+        self._reservations = Reservations()
+        self._order = UseOrder(index.slots, len(Tier))
+        self._waiters: dict[bytes, dict[tuple[int, int], int]] = {}
+        self._parked: dict[tuple[int, int], bytes] = {}
+        self._replies: list[Reply] = []
+        self._used_since_stored: set[int] = set()
+        self._counts: dict[str, int] = {}
+        self._now = Now(0)
+
+    # ---- messages
+
+    def handle(self, request: AnyRequest, now: Now) -> list[Reply]:
+        """Answer one message. Never raises for anything that a message or a file can hold."""
+        self._now = now
+        if request.mailbox != NO_MAILBOX:
+            self._unpark(request.client, request.mailbox)
+        if request.epoch != self._epoch:
+            self._answer(request, Stale(self._epoch))
+        else:
+            match request:
+                case Reserve():
+                    self._answer(request, Reserved(self._reserve(request)))
+                case Extend():
+                    self._answer(request, Reserved([self._extend(request)]))
+                case Written():
+                    self._answer(request, self._written(request))
+                case Await():
+                    self._await(request)
+                case Cancel():
+                    self._cancel(request)
+                case Drop():
+                    self._drop(request)
+        return self._take_replies()
+
+    def _reserve(self, request: Reserve) -> list[Verdict]:
+        """All free plans together; if the first missing one is held, none (single-flight)."""
+        if request.forget < self._forget:
+            self._count("dropped_forgotten", len(request.plans))
+            return [Verdict("forgotten")] * len(request.plans)
+        verdicts: list[Verdict] = []
+        made_from = request.base
+        first_is_held: bool | None = None
+        for plan in request.plans:
+            held = self._reservations.by_key(plan.key)
+            if self._present(plan):
+                verdict = Verdict("present")
+            elif held is not None and held.client == request.client:
+                verdict = Verdict("granted", held.token)
+            elif held is not None or first_is_held:
+                verdict = Verdict("held")
+            else:
+                verdict = self._grant(request, plan, made_from)
+            if verdict.kind != "present" and first_is_held is None:
+                first_is_held = verdict.kind == "held"
+            if verdict.kind in ("present", "granted"):
+                made_from = plan.key
+            verdicts.append(verdict)
+        return verdicts
+
+    def _present(self, plan: Plan) -> bool:
+        found = self._index.get(plan.key) if plan.key is not None else None
+        return found is not None and found.row.tier >= plan.tier
+
+    def _grant(self, request: Reserve, plan: Plan, made_from: bytes | None) -> Verdict:
+        tier = self._tiers.get(plan.tier)
+        if tier is None or plan.slab_bytes > tier.budget_bytes:
+            self._count("dropped_too_large")
+            return Verdict("too_large", free_bytes=tier.budget_bytes if tier else 0)
+        reservation = Reservation(
+            token=random.getrandbits(63),
+            client=request.client,
+            asked=request.request,
+            forget=request.forget,
+            base=made_from,
+            plan=plan,
+            charged_bytes=plan.slab_bytes,
+        )
+        # Opened before room is made, so that I3 covers the row that this very save extends.
+        self._reservations.open(reservation)
+        if not self._make_room(tier):
+            self._reservations.advance(reservation, Event.LET_GO)
+            self._count("dropped_no_space")
+            return Verdict("no_space", free_bytes=max(0, self._free_bytes(tier)))
+        return Verdict("granted", reservation.token)
+
+    def _extend(self, request: Extend) -> Verdict:
+        reservation = self._reservations.by_token(request.token)
+        if (
+            reservation is None
+            or reservation.client != request.client
+            or reservation.state is not State.RESERVED
+        ):
+            return Verdict("held")
+        tier = self._tiers[reservation.plan.tier]
+        if request.slab_bytes > tier.budget_bytes:
+            return Verdict("too_large", free_bytes=tier.budget_bytes)
+        before_bytes = reservation.charged_bytes
+        self._reservations.extend(reservation, max(before_bytes, request.slab_bytes))
+        if not self._make_room(tier):
+            self._reservations.extend(reservation, before_bytes)
+            return Verdict("no_space", free_bytes=max(0, self._free_bytes(tier)))
+        return Verdict("granted", reservation.token)
+
+    def _written(self, request: Written) -> Outcome:
+        reservation = self._reservations.by_token(request.token)
+        if reservation is None or reservation.client != request.client:
+            return Outcome(self._index.get(request.key) is not None, "unknown reservation")
+        tier = self._tiers[reservation.plan.tier].tier
+        handover = base.HandOver(request.key, request.token, reservation.forget)
+        if reservation.state is State.OVERTAKEN:
+            tier.refuse(handover)
+            return self._end(reservation, Event.LET_GO, "overtaken")
+        return self._publish(reservation, tier, handover)
+
+    def _await(self, request: Await) -> None:
+        """Looks into the index first: the save may have ended before the question came."""
+        if self._index.get(request.key) is not None:
+            self._answer(request, Outcome(True))
+        elif self._reservations.by_key(request.key) is None:
+            self._answer(request, Outcome(False, "nothing in flight"))
+        elif request.mailbox != NO_MAILBOX:
+            place = (request.client, request.mailbox)
+            self._waiters.setdefault(request.key, {})[place] = request.request
+            self._parked[place] = request.key
+
+    def _cancel(self, request: Cancel) -> None:
+        for reservation in self._reservations.of_client(request.client):
+            if reservation.token in request.tokens or reservation.asked == request.asked:
+                self._let_go(reservation, "cancelled")
+
+    def _drop(self, request: Drop) -> None:
+        found = self._index.get(request.key)
+        if found is None or found.word != request.word:
+            return
+        log.warning("row %s is dropped: %s", request.key.hex(), request.why)
+        self._count("corrupt_rows")
+        self._remove(found)
+
+    # ---- the shell's events
+
+    def client_gone(self, client: int, now: Now) -> list[Reply]:
+        """The worker's lock is free: what it named is adopted, what it held is given back."""
+        self._now = now
+        for reservation in self._reservations.of_client(client):
+            self._let_go(reservation, "its owner is gone")
+        for place in [place for place in self._parked if place[0] == client]:
+            self._unpark(*place)
+        return self._take_replies()
+
+    def client_stuck(self, client: int, now: Now) -> list[Reply]:
+        """The worker lives and does not move: its keys are free, its bytes are not (reservation I2)."""
+        self._now = now
+        for reservation in self._reservations.of_client(client):
+            if reservation.state is State.RESERVED:
+                self._count("overtaken")
+                self._end(reservation, Event.OVERTAKEN, "its owner is stuck")
+        return self._take_replies()
+
+    def touches(self, touch_words: Sequence[int], now: Now) -> None:
+        """Rows that a worker has used, oldest first; a touch of a slot's former row is dropped."""
+        for word in touch_words:
+            slot = word & 0xFFFFFFFF
+            found = self._index.at(slot) if slot < self._index.slots else None
+            if found is not None and found.word >> 8 & 0xFFFFFFFF == word >> 32:
+                self._order.hits[slot] += 1
+                self._order.used_unix_s[slot] = now.unix_s
+                self._used_since_stored.add(slot)
+                self._warm(slot, found.row.tier)
+
+    def adopt(self, now: Now) -> int:
+        """At start: enter every slab that validates, in order of last use; returns how many."""
+        self._now = now
+        for state in self._tiers.values():
+            slabs: list[base.Slab] = []
+            for entry in state.tier.scan():
+                if isinstance(entry, base.Slab):
+                    slabs.append(entry)
+                elif entry.damaged:
+                    log.warning("row %s is removed: %s", entry.key.hex(), entry.why)
+                    self._count("corrupt_rows")
+                    state.tier.remove(entry.key)
+                else:
+                    log.warning("row %s is left alone: %s", entry.key.hex(), entry.why)
+            slabs.sort(key=lambda slab: slab.head.meta.last_used_unix_s)
+            for slab in slabs:
+                self._enter(state, slab, slab.head.meta.base_key)
+            self._make_room(state)
+        self.adopt_handed_over(now)
+        return len(self._index)
+
+    def adopt_handed_over(self, now: Now) -> list[Reply]:
+        """Look into every `in/`: adopt or remove what no reservation names (I1 of tiers)."""
+        self._now = now
+        for state in self._tiers.values():
+            for handover in state.tier.handed_over():
+                reservation = self._reservations.by_token(handover.token)
+                if reservation is None:
+                    self._adopt_one(state, handover)
+                elif reservation.state is State.RESERVED:
+                    self._publish(reservation, state.tier, handover)
+        return self._take_replies()
+
+    def store_use(self) -> None:
+        """Write hit counts and last use into the slabs of rows used since the last call."""
+        for slot in self._used_since_stored:
+            if (found := self._index.at(slot)) is not None:
+                self._tiers[Tier(found.row.tier)].tier.write_use(
+                    found.row.key, self._order.hits[slot], self._order.used_unix_s[slot]
+                )
+        self._used_since_stored.clear()
+
+    def fold(self, counters: Mapping[str, int]) -> None:
+        """Keep what a worker that is gone has counted."""
+        for name, count in counters.items():
+            self._count(f"gone_{name}", count)
+
+    def statistics(self) -> dict[str, int]:
+        """Counters and gauges, by the names of the index's statistics words."""
+        counted = dict(self._counts)
+        saves = self._reservations.statistics()
+        counted["saves_reserved"], counted["saves_published"] = saves.reserved, saves.published
+        counted["saves_abandoned"], counted["saves_in_flight"] = saves.abandoned, saves.in_flight
+        for number, state in self._tiers.items():
+            name = number.name.lower()
+            counted[f"rows_{name}"] = state.rows
+            counted[f"bytes_{name}"] = state.used_bytes
+            counted[f"charged_{name}"] = self._reservations.charged_bytes(number)
+            counted[f"budget_{name}"] = state.budget_bytes
+        return counted
+
+    # ---- saves
+
+    def _publish(self, reservation: Reservation, tier: base.Tier, handover: base.HandOver) -> Outcome:
+        """WRITTEN → CHECKED → LINKED → PUBLISHED, or refused at any step with nothing left behind."""
+        advance = self._reservations.advance
+        advance(reservation, Event.NAMED)
+        try:
+            slab = tier.check(handover)
+        except (CorruptSlab, ForeignObject, OSError) as error:
+            return self._refuse(reservation, tier, handover, str(error))
+        if why := self._mismatch(reservation, slab):
+            return self._refuse(reservation, tier, handover, why)
+        advance(reservation, Event.CHECKED)
+        try:
+            slab = tier.link(handover)
+        except (CorruptSlab, ForeignObject, OSError) as error:
+            return self._refuse(reservation, tier, handover, str(error))
+        advance(reservation, Event.LINKED)
+        self._enter(self._tiers[tier.number], slab, reservation.base)
+        self._count(f"saves_{slab.head.meta.save_reason.name.lower()}")
+        return self._end(reservation, Event.INDEXED)
+
+    def _mismatch(self, reservation: Reservation, slab: base.Slab) -> str:
+        """Why a checked slab is not what was reserved; empty if it is."""
+        plan, meta = reservation.plan, slab.head.meta
+        if reservation.forget < self._forget:
+            return "forgotten"
+        if slab.slab_bytes > reservation.charged_bytes:
+            return f"{slab.slab_bytes} bytes were written and {reservation.charged_bytes} reserved"
+        if plan.key is None:
+            return "present already" if self._index.get(meta.key) is not None else ""
+        if (meta.key, meta.block_key, meta.text_bytes) != (plan.key, plan.block_key, plan.text_bytes):
+            return "another row was written than was reserved"
+        return ""
+
+    def _refuse(
+        self, reservation: Reservation, tier: base.Tier, handover: base.HandOver, why: str
+    ) -> Outcome:
+        log.info("save of %s is refused: %s", handover.key.hex(), why)
+        self._count("dropped_refused")
+        tier.refuse(handover)
+        return self._end(reservation, Event.REFUSED, why)
+
+    def _let_go(self, reservation: Reservation, why: str) -> None:
+        """Give back what an owner will not write any more; what it named already is published."""
+        tier = self._tiers[reservation.plan.tier].tier
+        for handover in tier.handed_over():
+            if handover.token != reservation.token:
+                continue
+            if reservation.state is State.RESERVED:
+                self._publish(reservation, tier, handover)
+                return
+            tier.refuse(handover)
+        self._end(reservation, Event.LET_GO, why)
+
+    def _end(self, reservation: Reservation, event: Event, why: str = "") -> Outcome:
+        """The key is free or published: advance, and tell everybody who waits for it (I4)."""
+        outcome = Outcome(self._reservations.advance(reservation, event) is State.PUBLISHED, why)
+        key = reservation.plan.key
+        for (client, mailbox), request in (self._waiters.pop(key, {}) if key else {}).items():
+            del self._parked[client, mailbox]
+            self._replies.append(Reply(client, mailbox, request, outcome))
+        return outcome
+
+    def _adopt_one(self, state: TierState, handover: base.HandOver) -> None:
+        """A slab in `in/` whose reservation died with another coordinator."""
+        try:
+            slab = state.tier.check(handover)
+            wanted = (
+                handover.forget >= self._forget
+                and self._index.get(handover.key) is None
+                and self._reservations.by_key(handover.key) is None
+                and slab.slab_bytes <= state.budget_bytes
+            )
+            if wanted:
+                self._enter(state, state.tier.link(handover), slab.head.meta.base_key)
+                self._make_room(state)
+            else:
+                state.tier.refuse(handover)
+        except (CorruptSlab, ForeignObject, OSError) as error:
+            log.warning("%s is removed: %s", handover.name, error)
+            state.tier.refuse(handover)
+
+    # ---- rows
+
+    def _enter(self, state: TierState, slab: base.Slab, made_from: bytes | None) -> None:
+        """Publish a linked slab and put it at the warm end of its tier."""
+        meta = slab.head.meta
+        row = Row(
+            key=meta.key,
+            block_key=meta.block_key,
+            tail=meta.text_bytes % 1024,
+            identity_tag=identity_tag(meta.model_fp, meta.ctx_params_hash),
+            text_bytes=meta.text_bytes,
+            slab_bytes=slab.slab_bytes,
+            token_count=meta.token_count,
+            tier=state.tier.number,
+            reason=meta.save_reason,
+            flags=FLAG_HEAD if meta.reason_detail == HEAD_DETAIL else 0,
+        )
+        if len(self._index) >= self._index.max_rows:
+            self._evict_one(state)
+        published = self._index.publish(row, self._least_used)
+        if published is None:
+            state.tier.remove(row.key)
+            return
+        for gone in (published.evicted, published.replaced):
+            if gone is not None:
+                self._forget_row(gone, keep_file=gone.row.key == row.key and gone.row.tier == row.tier)
+        self._order.add(published.slot, row.tier, meta.last_used_unix_s, meta.hit_count)
+        state.used_bytes += row.slab_bytes
+        state.rows += 1
+        self._descend(published.slot, made_from)
+
+    def _descend(self, slot: int, made_from: bytes | None) -> None:
+        """Note the row it was made from, and let the plain waypoints on the way there go cold."""
+        parent = self._index.get(made_from) if made_from is not None else None
+        if parent is None or parent.slot == slot:
+            return
+        self._order.base[slot] = parent.slot
+        self._order.base_mark[slot] = parent.word >> 8 & 0xFFFFFFFF
+        self._order.children[parent.slot] += 1
+        for found in self._ancestors(slot):
+            used_by_others = self._order.children[found.slot] > 1 or self._order.hits[found.slot] > 1
+            if not used_by_others and not found.row.flags & FLAG_HEAD:
+                self._order.cool(found.slot, found.row.tier)
+
+    def _warm(self, slot: int, number: int) -> None:
+        """A touch, and one for those it was made from that others need too."""
+        for found in self._ancestors(slot):
+            if found.row.flags & FLAG_HEAD or self._order.children[found.slot] > 1:
+                self._order.warm(found.slot, found.row.tier)
+        self._order.warm(slot, number)
+
+    def _ancestors(self, slot: int) -> Iterator[Found]:
+        """The rows that a slot's row was made from, nearest first, as far as they are still here.
+
+        Each is older than the one before it, so the walk ends.
+        """
+        while (above := self._order.base[slot]) != NONE:
+            found = self._index.at(above)
+            if found is None or found.word >> 8 & 0xFFFFFFFF != self._order.base_mark[slot]:
+                return
+            yield found
+            slot = above
+
+    def _make_room(self, state: TierState) -> bool:
+        """Evict from the cold end until the tier is within its budget; nothing if that cannot be."""
+        short_bytes = -self._free_bytes(state)
+        if short_bytes <= 0:
+            return True
+        protected = self._protected()
+        victims: list[Found] = []
+        for slot in self._order.coldest(state.tier.number):
+            if short_bytes <= 0:
+                break
+            if slot not in protected and (found := self._index.at(slot)) is not None:
+                victims.append(found)
+                short_bytes -= found.row.slab_bytes
+        if short_bytes > 0:
+            return False
+        for found in victims:
+            self._count("evictions")
+            self._remove(found)
+        return True
+
+    def _free_bytes(self, state: TierState) -> int:
+        """What the budget leaves (I1); negative when it is exceeded."""
+        charged: dict[int, int] = {}
+        for reservation in self._reservations:
+            if reservation.plan.tier == state.tier.number:
+                charged[reservation.client] = charged.get(reservation.client, 0) + reservation.charged_bytes
+        beyond = sum(max(0, held - charged.get(client, 0)) for client, held in self._unnamed_bytes().items())
+        return state.budget_bytes - state.used_bytes - sum(charged.values()) - beyond
+
+    def _protected(self) -> set[int]:
+        """Slots of all rows that a live reservation extends, and of their ancestors (I3)."""
+        slots: set[int] = set()
+        for reservation in self._reservations:
+            found = self._index.get(reservation.base) if reservation.base is not None else None
+            if found is not None and found.slot not in slots:
+                slots.add(found.slot)
+                slots.update(above.slot for above in self._ancestors(found.slot))
+        return slots
+
+    def _evict_one(self, state: TierState) -> None:
+        """Make place for one more row: the coldest of this tier that may leave, else of any tier."""
+        protected = self._protected()
+        for tier in (state, *self._tiers.values()):
+            for slot in self._order.coldest(tier.tier.number):
+                if slot not in protected and (found := self._index.at(slot)) is not None:
+                    self._count("evictions")
+                    self._remove(found)
+                    return
+
+    def _least_used(self, slots: Sequence[int]) -> int:
+        """Which of a full bucket's slots leaves: the one without use the longest, if it may."""
+        protected = self._protected()
+        return min(slots, key=lambda slot: (slot in protected, self._order.used_unix_s[slot]))
+
+    def _remove(self, found: Found) -> None:
+        self._index.remove(found.row.key)
+        self._forget_row(found, keep_file=False)
+
+    def _forget_row(self, found: Found, *, keep_file: bool) -> None:
+        """A row has left the index: its place, its bytes and its file go too."""
+        self._order.remove(found.slot)
+        above = self._order.base[found.slot]
+        if above != NONE and next(self._ancestors(found.slot), None) is not None:
+            self._order.children[above] -= 1
+        self._order.base[found.slot] = NONE
+        self._used_since_stored.discard(found.slot)
+        state = self._tiers[Tier(found.row.tier)]
+        state.used_bytes -= found.row.slab_bytes
+        state.rows -= 1
+        if not keep_file:
+            state.tier.remove(found.row.key)
+
+    # ---- replies
+
+    def _answer(self, request: AnyRequest, body: AnyReply) -> None:
+        if request.mailbox != NO_MAILBOX:
+            self._replies.append(Reply(request.client, request.mailbox, request.request, body))
+
+    def _unpark(self, client: int, mailbox: int) -> None:
+        """A mailbox asks something new, or is gone: nothing more is written there for the old one."""
+        key = self._parked.pop((client, mailbox), None)
+        if key is not None:
+            self._waiters[key].pop((client, mailbox))
+            if not self._waiters[key]:
+                del self._waiters[key]
+
+    def _take_replies(self) -> list[Reply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    def _count(self, name: str, by: int = 1) -> None:
+        self._counts[name] = self._counts.get(name, 0) + by

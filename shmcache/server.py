@@ -1,0 +1,408 @@
+"""The coordinator's process: the loop around the single writer.
+
+    start   lock → directories → budget → index → adopt → drain the queue → epoch → ready
+    loop    poll(queue, signals) → receive, handle, reply → tick → …
+    stop    store hit counts → epoch 0 → segment → lock
+
+Owner: the process; the control page's kernel lock says so, never a pid or a file's presence.
+Invariants
+    I1  Two coordinators of one namespace never run together.
+    I2  The epoch is announced when the index is complete and the queue holds nothing older (control).
+    I3  After any end, kill -9 included, the next start removes what the last one named and needs no
+        help; rows in ram_file stay.
+    I4  No receiver is ever waited for: mailboxes and FIFOs are written without blocking.
+Leans on
+    poll on the queue's descriptor; set_wakeup_fd, so that no signal is lost between two polls.
+    SharedMemory registers with the resource tracker, which would unlink the segment for everybody
+    when this process dies: it is taken out at once, because workers read on while nobody coordinates.
+Leaves out: every decision (coordinator).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import msgspec
+
+from shmcache import config, index, protocol, shm
+from shmcache.config import CoordinatorConfig
+from shmcache.connection import LAYOUT
+from shmcache.control import OwnedControlPage
+from shmcache.coordinator import Coordinator, Now, Reply, TierState
+from shmcache.errors import (
+    MIB,
+    AlreadyRunning,
+    ConfigError,
+    ForeignObject,
+    LayoutMismatch,
+    OutOfSpace,
+    ShmcacheError,
+    mib,
+)
+from shmcache.mq import ServerQueue
+from shmcache.page import ClientPage, Word
+from shmcache.shm import SHM_ROOT, Names
+from shmcache.tiers.ram_file import RamFileTier
+
+log = logging.getLogger("shmcache.coordinator")
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_ALREADY_RUNNING = 3
+
+TICK_S = 0.25
+SWEEP_S = 30.0
+STORE_USE_S = 60.0
+STUCK_S = 60.0
+_MESSAGES_A_TURN = 256
+
+
+class _Client:
+    """A worker as the loop sees it: its page, and since when its progress word has not moved."""
+
+    def __init__(self, page: ClientPage, now_s: float) -> None:
+        self.page = page
+        self._progress = page.words[Word.PROGRESS]
+        self._moved_s = now_s
+
+    def is_stuck(self, now_s: float) -> bool:
+        progress = self.page.words[Word.PROGRESS]
+        if progress != self._progress:
+            self._progress, self._moved_s = progress, now_s
+        return now_s - self._moved_s > STUCK_S
+
+
+class Clients:
+    """The workers of a namespace, found by their pages."""
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._known: dict[int, _Client] = {}
+        self._refused: set[str] = set()
+
+    def find(self, client: int) -> ClientPage | None:
+        """The page of a worker that lives, opened at its first message or at the next look."""
+        if client not in self._known:
+            self._open(f"{client:016x}")
+        known = self._known.get(client)
+        return known.page if known is not None else None
+
+    def look(self) -> list[int]:
+        """List the pages, open new ones, and return the clients that are gone."""
+        with os.scandir(self._names.pages) as entries:
+            for name in [entry.name for entry in entries]:
+                if name not in self._refused and int(name, 16) not in self._known:
+                    self._open(name)
+        return [client for client, known in self._known.items() if not known.page.lives()]
+
+    def stuck(self) -> list[int]:
+        """Clients that live and whose progress has not moved for a minute."""
+        now_s = time.monotonic()
+        return [client for client, known in self._known.items() if known.is_stuck(now_s)]
+
+    def forget(self, client: int) -> dict[str, int]:
+        """A dead worker's counters; its page and FIFOs are removed."""
+        page = self._known.pop(client).page
+        counters = page.counters()
+        page.unlink()
+        page.close()
+        return counters
+
+    def unnamed_bytes(self) -> dict[int, int]:
+        """By client, the bytes without a name that it states."""
+        return {client: known.page.words[Word.UNNAMED] for client, known in self._known.items()}
+
+    def drain_touches(self) -> Iterator[list[int]]:
+        """Touch words of each worker since the last call."""
+        for known in self._known.values():
+            if touches := known.page.drain_touches():
+                yield touches
+
+    def wake_all(self) -> None:
+        """Let every waiter look at the epoch again."""
+        for known in self._known.values():
+            known.page.wake_all()
+
+    def close(self) -> None:
+        """End all views; pages and FIFOs stay their workers'."""
+        for known in self._known.values():
+            known.page.close()
+        self._known.clear()
+
+    def _open(self, name: str) -> None:
+        try:
+            page = ClientPage(self._names, int(name, 16))
+        except (ForeignObject, LayoutMismatch) as error:
+            self._refused.add(name)
+            log.warning("page %s is not used: %s", name, error)
+        except (FileNotFoundError, ValueError):
+            return
+        else:
+            self._known[page.client] = _Client(page, time.monotonic())
+
+
+class Server:
+    """One namespace's coordinator, from its lock to its last word. Context manager."""
+
+    def __init__(self, settings: CoordinatorConfig) -> None:
+        """Everything up to the announcement. Raises ShmcacheError with nothing left behind."""
+        self._settings = settings
+        self._names = names = Names(settings.namespace)
+        with ExitStack() as stack:
+            shm.make_directory(names.directory)
+            self._control = stack.enter_context(closing(OwnedControlPage.acquire(names)))
+            shm.make_directory(names.pages)
+            shm.make_directory(names.fifos)
+            self._queue = stack.enter_context(closing(ServerQueue(names)))
+            self._clients = stack.enter_context(closing(Clients(names)))
+            tier = stack.enter_context(closing(RamFileTier(names)))
+            epoch = random.SystemRandom().randrange(1, 1 << 63)
+            budget_bytes = _budget(settings, names)
+            self._segment = stack.enter_context(_segment(names, epoch, settings.max_rows))
+            assert self._segment.buf is not None
+            self._index = index.IndexWriter.create(self._segment.buf, settings.max_rows, epoch)
+            stack.callback(self._index.close)
+            self._coordinator = Coordinator(
+                self._index,
+                [TierState(tier, budget_bytes)],
+                epoch,
+                self._control.forget,
+                self._clients.unnamed_bytes,
+            )
+            self._start(epoch)
+            self._stack = stack.pop_all()
+
+    def _start(self, epoch: int) -> None:
+        for client in self._clients.look():
+            self._clients.forget(client)
+        rows = self._coordinator.adopt(_now())
+        while self._queue.receive() is not None:
+            pass
+        self._publish_statistics()
+        self._index.set_stat("started_unix_s", _now().unix_s)
+        self._control.open_epoch(epoch, LAYOUT, _now().unix_s)
+        self._clients.wake_all()
+        for segment in self._names.epoch_segments():
+            if f".{epoch:016x}." not in segment.name:
+                shm.unlink_quietly(segment)
+        figures = self._coordinator.statistics()
+        self._ready = (
+            f"shmcache-coordinator ready: namespace={self._settings.namespace} pid={os.getpid()} "
+            f"epoch={epoch:016x} rows={rows} ram_file={mib(figures['bytes_ram_file'])} "
+            f"of {mib(figures['budget_ram_file'])} max_rows={self._settings.max_rows}"
+        )
+
+    @property
+    def ready(self) -> str:
+        """The line that says that it answers."""
+        return self._ready
+
+    def serve(self) -> None:
+        """Run until SIGTERM or SIGINT."""
+        with _signals() as stop:
+            poll = select.poll()
+            poll.register(self._queue.fileno(), select.POLLIN)
+            poll.register(stop, select.POLLIN)
+            next_tick = next_sweep = next_store = time.monotonic()
+            while True:
+                ready = poll.poll(max(0, int((next_tick - time.monotonic()) * 1000)))
+                if any(fd == stop for fd, _event in ready):
+                    return
+                self._receive()
+                now_s = time.monotonic()
+                if now_s >= next_tick:
+                    self._tick()
+                    next_tick = now_s + TICK_S
+                if now_s >= next_sweep:
+                    self._deliver(self._coordinator.adopt_handed_over(_now()))
+                    next_sweep = now_s + SWEEP_S
+                if now_s >= next_store:
+                    self._coordinator.store_use()
+                    next_store = now_s + STORE_USE_S
+
+    def _receive(self) -> None:
+        for _ in range(_MESSAGES_A_TURN):
+            message = self._queue.receive()
+            if message is None:
+                return
+            try:
+                request = protocol.decode_request(message)
+            except msgspec.MsgspecError as error:
+                log.warning("a message of %d bytes is not understood: %s", len(message), error)
+                continue
+            if self._clients.find(request.client) is not None:
+                self._deliver(self._coordinator.handle(request, _now()))
+
+    def _deliver(self, replies: list[Reply]) -> None:
+        for reply in replies:
+            page = self._clients.find(reply.client)
+            if page is not None:
+                page.send(reply.mailbox, reply.request, protocol.encode(reply.body))
+
+    def _tick(self) -> None:
+        for client in self._clients.look():
+            log.info("worker %016x is gone", client)
+            self._deliver(self._coordinator.client_gone(client, _now()))
+            self._coordinator.fold(self._clients.forget(client))
+        for client in self._clients.stuck():
+            self._deliver(self._coordinator.client_stuck(client, _now()))
+        for touches in self._clients.drain_touches():
+            self._coordinator.touches(touches, _now())
+        self._publish_statistics()
+
+    def _publish_statistics(self) -> None:
+        for name, value in self._coordinator.statistics().items():
+            self._index.set_stat(name, value)
+
+    def close(self) -> None:
+        """A clean stop: hit counts are stored, the epoch ends, the segment goes."""
+        self._coordinator.store_use()
+        self._control.close_epoch()
+        self._clients.wake_all()
+        self._stack.close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _now() -> Now:
+    return Now(int(time.time()))
+
+
+def _budget(settings: CoordinatorConfig, names: Names) -> int:
+    """The ram_file budget, checked against what /dev/shm can hold beside the index.
+
+    What the namespace's own slabs hold already counts as free: they are the budget's.
+    """
+    held_bytes = sum(entry.stat().st_size for entry in names.tier("ram_file").glob("*.kvc"))
+    index_bytes = index.segment_bytes(settings.max_rows)
+    old_bytes = sum(segment.stat().st_size for segment in names.epoch_segments())
+    free_bytes = shm.free_bytes() + held_bytes + old_bytes - index_bytes
+    if free_bytes < MIB:
+        raise OutOfSpace(
+            "/dev/shm",
+            index_bytes + MIB,
+            shm.free_bytes(),
+            f"start with a smaller --max-rows (now {settings.max_rows}) or give the container --shm-size 1g",
+        )
+    if settings.ram_file_bytes is None:
+        return free_bytes // 2
+    if settings.ram_file_bytes > free_bytes:
+        raise ConfigError(
+            f"/dev/shm has {mib(free_bytes)} free beside the index, ram_file needs "
+            f"{mib(settings.ram_file_bytes)}: start with --ram-file-bytes {free_bytes * 3 // 4 // MIB}M "
+            f"or give the container --shm-size {_rounded_up(settings.ram_file_bytes + index_bytes)}"
+        )
+    return settings.ram_file_bytes
+
+
+def _rounded_up(size_bytes: int) -> str:
+    return f"{-(-size_bytes // (1 << 30))}g"
+
+
+@contextmanager
+def _segment(names: Names, epoch: int, max_rows: int) -> Iterator[SharedMemory]:
+    """The epoch's index segment; unlinked at a clean end, left to workers by any other."""
+    size_bytes = index.segment_bytes(max_rows)
+    segment = SharedMemory(names.index_segment(epoch), create=True, size=size_bytes)
+    resource_tracker.unregister(f"/{segment.name}", "shared_memory")
+    path = SHM_ROOT / segment.name
+    try:
+        fd = shm.open_owned(path, os.O_RDWR)
+        try:
+            shm.allocate(fd, size_bytes)
+        finally:
+            os.close(fd)
+        yield segment
+    finally:
+        # SharedMemory.unlink would talk to the tracker again.
+        shm.unlink_quietly(path)
+        segment.close()
+
+
+@contextmanager
+def _signals() -> Iterator[int]:
+    """A descriptor that becomes readable at SIGTERM or SIGINT, and at nothing else.
+
+    Other signals interrupt a system call and change nothing: Python tries again with the time left.
+    """
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def stop(_number: int, _frame: object) -> None:
+        os.write(writer, b"!")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield reader
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line of shmcache-coordinator."""
+    parser = argparse.ArgumentParser(
+        prog="shmcache-coordinator",
+        description="One cache of KV states for all llama.cpp workers of this machine and user.",
+        epilog="Each option can also stand in a TOML file (--config) or in the environment "
+        "(SHMCACHE_RAM_FILE_BYTES=2G); the command line wins over the environment, which wins over the "
+        f"file. Exit codes: 0 stopped, {EXIT_FAILED} failed, {EXIT_USAGE} wrong settings, "
+        f"{EXIT_ALREADY_RUNNING} one is running already.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the names below")
+    parser.add_argument("--namespace", help="[a-z0-9-]{1,32}; default: default")
+    parser.add_argument(
+        "--ram-file-bytes",
+        metavar="SIZE",
+        help="budget in /dev/shm, as 512M or 2G; default: half of what is free",
+    )
+    parser.add_argument("--max-rows", type=int, metavar="N", help="capacity of the index; default: 65536")
+    parser.add_argument("--log-level", choices=config.LOG_LEVELS, help="default: info")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of shmcache-coordinator; returns its exit code."""
+    options = vars(arguments().parse_args(argv))
+    file = options.pop("config")
+    try:
+        settings = config.load(options, file=file)
+        logging.basicConfig(
+            level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )
+        with Server(settings) as server:
+            print(server.ready, flush=True)
+            server.serve()
+    except AlreadyRunning as error:
+        return _fail(error, EXIT_ALREADY_RUNNING)
+    except ConfigError as error:
+        return _fail(error, EXIT_USAGE)
+    except ShmcacheError as error:
+        return _fail(error, EXIT_FAILED)
+    return 0
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"shmcache-coordinator: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

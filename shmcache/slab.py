@@ -1,0 +1,159 @@
+"""Slabs in a worker: one in the making, and the ones that it keeps mapped.
+
+    prepare   unnamed file, allocated, mapped, populated        helper thread, beside the prefill
+    payload   the state is copied out of the context            the request's thread: the only wait
+    finish    checksum, metadata, trim                          helper thread
+    link      the name in the tier's `in/` = complete           helper thread
+
+Owner: the worker that reserved it, until the link; then the coordinator.
+Readers: nobody before the link; after it a slab never changes (kvc: but for two counters).
+Invariants
+    I1  A slab has no name until it is complete: what dies before leaves nothing.
+    I2  A mapping was summed when it was made; kept, it is immutable and is not summed again.
+    I3  A kept mapping is let go when its row has left, when its bytes are wanted for another, and
+        never under a reader: its pages live as long as the last view.
+Leans on
+    posix_fallocate says ENOSPC where a first touch would be a SIGBUS.
+    MADV_POPULATE_WRITE (Linux 5.14) faults all pages in one call, and ctypes releases the GIL around
+    it; without it the first copy faults them, which is slower and just as right.
+Leaves out: what is saved and when (workers), bytes and names of messages (client).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from crc32c import crc32c
+
+from shmcache import kvc, shm
+from shmcache.shm import Mapping
+
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class UnnamedSlab:
+    """A slab in the making: `charged_bytes` is what it may grow to and what its worker states."""
+
+    def __init__(self, directory_fd: int, payload_offset: int, size_bytes: int) -> None:
+        """Allocate and populate. Raises OSError (ENOSPC) with nothing left behind."""
+        self._fd = shm.make_unnamed(directory_fd)
+        self._mapping: Mapping | None = None
+        self._payload_offset = payload_offset
+        self.charged_bytes = size_bytes
+        try:
+            shm.allocate(self._fd, size_bytes)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._mapping = Mapping(self._fd, size_bytes, writable=True)
+        _populate(self._mapping)
+
+    def payload(self, payload_bytes: int) -> memoryview:
+        """Where the state goes: a writable view of B, valid until finish or close."""
+        assert self._mapping is not None
+        return self._mapping.bytes[self._payload_offset : self._payload_offset + payload_bytes]
+
+    def finish(
+        self, meta: kvc.Meta, pieces: Sequence[kvc.Piece], token_ids: memoryview, payload_bytes: int
+    ) -> None:
+        """Sum the payload, write everything before it, trim to the real size."""
+        assert self._mapping is not None
+        with self.payload(payload_bytes) as payload:
+            payload_crc32c = crc32c(payload)
+        head = kvc.encode_head(
+            meta, pieces, token_ids, payload_bytes, payload_crc32c, payload_offset=self._payload_offset
+        )
+        self._mapping.bytes[: len(head)] = head
+        self._mapping.close()
+        self._mapping = None
+        os.ftruncate(self._fd, self._payload_offset + payload_bytes)
+
+    def link(self, directory_fd: int, name: str) -> None:
+        """Give it its name: from here on it belongs to the coordinator."""
+        shm.give_name(self._fd, directory_fd, name)
+
+    def close(self) -> None:
+        """End our view; without a name the kernel frees the bytes."""
+        if self._mapping is not None:
+            self._mapping.close()
+            self._mapping = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class MappedSlab:
+    """A published slab, mapped and verified. Views of it stay valid for as long as they exist."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        """Parse and sum. Raises CorruptSlab; the mapping is closed then."""
+        self._mapping = mapping
+        self.size_bytes = mapping.bytes.nbytes
+        try:
+            self.image = kvc.parse(mapping.bytes)
+            kvc.verify_payload(self.image)
+        except BaseException:
+            mapping.close()
+            raise
+
+    def close(self) -> None:
+        """Let go; pages live on under whoever still has a view."""
+        self._mapping.close()
+
+
+class KeptSlabs:
+    """The mappings that a worker keeps, by key, the one used last at the end. One thread at a time."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._slabs: OrderedDict[bytes, tuple[int, MappedSlab]] = OrderedDict()
+        self.kept_bytes = 0
+
+    def get(self, key: bytes, word: int) -> MappedSlab | None:
+        """The mapping of this very publication, if it is kept."""
+        kept = self._slabs.get(key)
+        if kept is None or kept[0] != word:
+            return None
+        self._slabs.move_to_end(key)
+        return kept[1]
+
+    def put(self, key: bytes, word: int, slab: MappedSlab) -> None:
+        """Keep a mapping, and let go of those used longest ago where the limit asks for it.
+
+        A slab larger than the limit is used once and not kept.
+        """
+        self.let_go(key)
+        if slab.size_bytes > self._limit_bytes:
+            return
+        while self.kept_bytes + slab.size_bytes > self._limit_bytes:
+            self.let_go(next(iter(self._slabs)))
+        self._slabs[key] = (word, slab)
+        self.kept_bytes += slab.size_bytes
+
+    def let_go(self, key: bytes) -> None:
+        """Close one mapping, if it is kept."""
+        kept = self._slabs.pop(key, None)
+        if kept is not None:
+            self.kept_bytes -= kept[1].size_bytes
+            kept[1].close()
+
+    def let_go_where(self, has_left: Callable[[bytes, int], bool]) -> None:
+        """Close all mappings whose row has left the index."""
+        for key, (word, _slab) in list(self._slabs.items()):
+            if has_left(key, word):
+                self.let_go(key)
+
+    def clear(self) -> None:
+        """Close all."""
+        for key in list(self._slabs):
+            self.let_go(key)
+
+
+def _populate(mapping: Mapping) -> None:
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping.bytes))
+    _libc.madvise(address, mapping.bytes.nbytes, _MADV_POPULATE_WRITE)

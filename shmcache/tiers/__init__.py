@@ -1,0 +1,1 @@
+"""The tiers: where slabs live, and until when."""
