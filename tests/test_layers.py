@@ -32,19 +32,21 @@ LAYERS: dict[str, str] = {
     "claims": "protocol",
     "control": "shm",
     "page": "shm",
-    "index": "shm key",
+    "index": "shm key page",
     "slab": "shm kvc page",
     "tiers": "shm key kvc protocol slab",
     "decisions.table": "index shm",
     "decisions.db": "index",
     "coordinator": "policy reservation claims lru protocol key kvc index tiers page control decisions.table "
     "decisions.db",
-    "client": "shm key identity kvc policy reservation protocol mq control page index slab tiers",
-    "check": "shm key kvc control page index slab tiers",
+    "connection": "shm protocol mq control page index",
+    "client": "connection shm key identity kvc policy reservation protocol mq control page index slab tiers",
+    "observe": "shm protocol control page index",
+    "check": "observe shm key kvc protocol control page index slab tiers",
     "decisions": "client",
-    "server": "coordinator shm key kvc protocol mq control page index slab tiers",
+    "server": "coordinator connection shm key kvc protocol mq control page index slab tiers",
     "workers": "shm key identity kvc policy page slab client decisions",
-    "tools": "shm key identity kvc policy page client check server workers decisions",
+    "tools": "shm key identity kvc policy mq control page client observe check server workers decisions",
 }
 EVERYBODY = {"errors", "config"}
 

@@ -300,6 +300,8 @@ class Pool:
             streams: what it yields arrives as chunks, what it returns is the result. `close()`, if there is
             one, is called at the end.
         settings: plain data for the factory (numbers, strings, lists, dicts).
+
+    threads: each worker's share of the cores, which its handler is told too.
     """
 
     def __init__(
@@ -309,7 +311,7 @@ class Pool:
             raise ConfigError(f"workers ({workers}) must be at least 1")
         self._factory = factory if isinstance(factory, str) else _importable_name(factory)
         self._settings = dict(settings or {})
-        self._threads = max(1, usable_cores() // workers)
+        self.threads = max(1, usable_cores() // workers)
         self._made_in = os.getpid()
         self._ids = itertools.count(1)
         # Guards everything below; _changed is told whenever a worker's state or the pool's end changes.
@@ -434,7 +436,7 @@ class Pool:
             wait_s = self._boot_not_before_s - time.monotonic()
             if wait_s > 0:
                 return wait_s
-            place = Place(index=index, workers=len(self._workers), threads=self._threads)
+            place = Place(index=index, workers=len(self._workers), threads=self.threads)
             self._workers[index] = _Worker(Boot(self._factory, self._settings, place))
         return None
 

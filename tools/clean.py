@@ -1,0 +1,55 @@
+"""What is left of a namespace that nobody uses any more? Its directory, its segments and its queue go.
+
+A coordinator leaves its rows in /dev/shm on purpose: the next one takes them over. This is for namespaces
+that have no next one.
+
+Invariants
+    I1  The coordinator's lock is held while things go, so that none starts in the middle.
+Leans on: a worker that still maps a row keeps its bytes until it lets go.
+Leaves out: rows of a living cache, and another user's things.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+
+from shmcache import mq, shm
+from shmcache.control import OwnedControlPage
+from shmcache.shm import Names
+
+HELP = "remove everything of a namespace that no coordinator serves"
+
+
+def remove(namespace: str) -> list[str]:
+    """Remove all that the namespace has, and name it. Raises AlreadyRunning, ForeignObject."""
+    names = Names(namespace)
+    removed = []
+    with contextlib.suppress(FileNotFoundError):
+        os.close(shm.open_directory(names.directory))
+        with contextlib.closing(OwnedControlPage.acquire(names)):
+            shutil.rmtree(names.directory)
+        removed.append(str(names.directory))
+    for segment in names.epoch_segments():
+        segment.unlink()
+        removed.append(str(segment))
+    if mq.unlink(names):
+        removed.append(f"message queue {names.queue}")
+    return removed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No options of its own."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what went."""
+    removed = remove(arguments.namespace)
+    if arguments.json:
+        print(json.dumps({"namespace": arguments.namespace, "removed": removed}))
+    else:
+        print("\n".join(f"removed {name}" for name in removed) or "nothing was there")
+    return 0
