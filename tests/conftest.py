@@ -1,14 +1,15 @@
-"""What several test files share: the real model, a namespace of one's own, no debugger on abort."""
+"""What several test files share: the real model, a namespace of one's own, a coordinator in it."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from shmcache.tools.clean import remove
+from shmcache.tools.demo import CoordinatorProcess
 from shmcache.tools.model import model_path
 
 # ggml starts gdb on abort, which stops the test run instead of failing the test.
@@ -25,13 +26,20 @@ def smollm2() -> Path:
 
 @pytest.fixture
 def namespace() -> Iterator[str]:
-    """A namespace that no other test and no other run uses; nothing of it is left afterwards."""
+    """A namespace that no other test and no other run uses; nothing of it is left afterwards.
+
+    A coordinator that still runs at the end is the test's fault, and an error (AlreadyRunning).
+    """
     global _namespaces  # noqa: PLW0603  one counter for the run
     _namespaces += 1
     name = f"test-{os.getpid()}-{_namespaces}"
     yield name
-    for path in Path("/dev/shm").glob(f"shmcache.{os.getuid()}.{name}*"):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    remove(name)
+
+
+@pytest.fixture
+def coordinator(namespace: str) -> Iterator[CoordinatorProcess]:
+    """A coordinator of that namespace in a process of its own, ready; it may be killed or stopped."""
+    process = CoordinatorProcess(f"--namespace={namespace}", "--ram-file-bytes=256M", "--max-rows=1024")
+    yield process
+    process.stop()

@@ -215,6 +215,14 @@ class CoordinatorProcess:
         if not self._process.stdout.readline():
             raise ShmcacheError(f"the coordinator did not start (exit code {self.stop()})")
 
+    def suspend(self) -> None:
+        """SIGSTOP: it lives, and does nothing."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """kill -9, and wait until it is gone."""
         self._process.kill()

@@ -39,6 +39,8 @@ def report(seen: Observation, now_unix_s: float) -> Iterator[str]:
     """The lines for people."""
     yield f"namespace    {seen.namespace}"
     yield f"coordinator  {_coordinator(seen, now_unix_s)}"
+    if not seen.max_rows:
+        return  # no index, so there is nothing to count
     yield f"rows         {seen.rows:,} of {seen.max_rows:,}"
     yield ""
     yield from _table(
@@ -72,7 +74,7 @@ def report(seen: Observation, now_unix_s: float) -> Iterator[str]:
 
 def _coordinator(seen: Observation, now_unix_s: float) -> str:
     if not seen.coordinator_running:
-        return "not running; workers go on reading what is there" if int(seen.epoch, 16) else "not running"
+        return "not running" + ("; workers go on reading what is there" if seen.max_rows else "")
     hours_minutes, seconds = divmod(int(now_unix_s - seen.started_unix_s), 60)
     hours, minutes = divmod(hours_minutes, 60)
     return f"running for {hours}:{minutes:02}:{seconds:02}, pid {seen.coordinator_pid}, epoch {seen.epoch}"
