@@ -255,6 +255,9 @@ class Reason(IntEnum):
     FINISH = 5
 
 
+_LAST_REASON = max(Reason).value
+
+
 class Piece(msgspec.Struct, frozen=True):
     """`repeats` batches of `length` tokens each, decoded one after the other in the same way."""
 
@@ -507,20 +510,22 @@ class _Values:
 def _walk_tlvs(view: memoryview, offset: int) -> tuple[_Values, int, int]:
     """Return the TLVs before the split, and where the split's value is; it must begin within `view`."""
     by_tag: dict[int, memoryview] = {}
-    while True:
-        tag, size_bytes = _TLV.unpack(_take(view, offset, _TLV.size))
+    ids_tag, split_tag = Tag.TOKEN_IDS.value, Tag.SPLIT.value  # looked up once: this loop is most of a scan
+    while offset + _TLV.size <= len(view):
+        tag, size_bytes = _TLV.unpack_from(view, offset)
         offset += _TLV.size
-        if tag == Tag.SPLIT:
+        if tag == split_tag:
             return _Values(by_tag), offset, size_bytes
-        if tag in by_tag or tag == Tag.TOKEN_IDS:
+        if tag in by_tag or tag == ids_tag:
             raise CorruptSlab(f"tag {tag:02X} at {offset - _TLV.size} is out of place")
         by_tag[tag] = _take(view, offset, size_bytes)
         offset += size_bytes
+    raise CorruptSlab(f"no split in the first {len(view)} bytes")
 
 
 def _meta(header: _Header, preview: bytes, values: _Values) -> Meta:
-    if header.save_reason > max(Reason):
-        raise CorruptSlab(f"save reason {header.save_reason} is none of 0..{max(Reason):d}")
+    if header.save_reason > _LAST_REASON:
+        raise CorruptSlab(f"save reason {header.save_reason} is none of 0..{_LAST_REASON}")
     if values.number(Tag.TOKEN_COUNT, _U32) != header.token_count:
         raise CorruptSlab(f"the header counts {header.token_count} tokens and tag 08 another number")
     n_swa, pos_min, rewindable = _USE.unpack(values.exact(Tag.USE, _USE.size))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
+import llama_cpp
 import pytest
 from crc32c import crc32c
 from hypothesis import example, given, settings
@@ -439,30 +440,27 @@ def test_noting_a_use_changes_two_fields_and_no_checksum() -> None:
 
 # ---- the real thing
 
-MODEL = Path(__file__).parent.parent / ".cache" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
 
 @pytest.mark.parametrize(
-    ("k_type", "k_row_bytes", "v_type", "v_row_bytes", "flash_attn"),
-    [(1, 384, 1, 384, False), (1, 384, 1, 384, True), (8, 204, 8, 204, True), (8, 204, 1, 384, False)],
+    ("run", "flash_attn"),
+    [
+        (LayerRun(layers=30, k_type=1, k_row_bytes=384, v_type=1, v_row_bytes=384), False),  # V is transposed
+        (LayerRun(layers=30, k_type=1, k_row_bytes=384, v_type=1, v_row_bytes=384), True),
+        (LayerRun(layers=30, k_type=8, k_row_bytes=204, v_type=8, v_row_bytes=204), True),
+        (LayerRun(layers=30, k_type=8, k_row_bytes=204, v_type=1, v_row_bytes=384), False),
+    ],
 )
-def test_blob_bytes_is_what_llama_cpp_says(
-    k_type: int, k_row_bytes: int, v_type: int, v_row_bytes: int, flash_attn: bool
-) -> None:
-    llama_cpp = pytest.importorskip("llama_cpp")
-    if not MODEL.exists():
-        pytest.skip(f"{MODEL.name} is not there: make demo fetches it")
+def test_blob_bytes_is_what_llama_cpp_says(smollm2: Path, run: LayerRun, flash_attn: bool) -> None:
     llm = llama_cpp.Llama(
-        str(MODEL),
+        str(smollm2),
         n_ctx=256,
         n_threads=1,
         n_threads_batch=1,
-        type_k=k_type,
-        type_v=v_type,
+        type_k=run.k_type,
+        type_v=run.v_type,
         flash_attn=flash_attn,
         verbose=False,
     )
     llm.eval(list(range(100, 105)))
-    layout = (LayerRun(30, k_type, k_row_bytes, v_type, v_row_bytes),)
-    assert llama_cpp.llama_state_seq_get_size(llm.ctx, 0) == kvc.blob_bytes(layout, 5)
+    assert llama_cpp.llama_state_seq_get_size(llm.ctx, 0) == kvc.blob_bytes((run,), 5)
     llm.close()
