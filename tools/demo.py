@@ -94,24 +94,24 @@ class AgentWorker:
     """A model worker of the demo: SharedLlama, and what the comparison needs to know of each reply."""
 
     def __init__(self, settings: dict[str, Any], place: Place) -> None:
-        import shmcache  # noqa: PLC0415  numpy and llama.cpp, which the asking process does not need
+        # llama.cpp and numpy, which the asking process does not need.
+        from shmcache import attach  # noqa: PLC0415
         from shmcache.workers import SharedLlama  # noqa: PLC0415
 
         class Recorder(SharedLlama):
             """Keeps the ids that create_chat_completion turns into text."""
 
-            prompt_tokens = 0
             reply: list[int]
 
             def generate(
                 self, tokens: Sequence[int], *args: Any, **options: Any
             ) -> Generator[int, Any, None]:
-                self.prompt_tokens, self.reply = len(tokens), []
+                self.reply = []
                 for token in super().generate(tokens, *args, **options):
                     self.reply.append(token)
                     yield token
 
-        self._cache = shmcache.attach(settings["namespace"])
+        self._cache = attach(settings["namespace"])
         self._llama = Recorder(
             settings["model_path"],
             cache=self._cache,
@@ -132,16 +132,21 @@ class AgentWorker:
         return self._answer("".join(text))
 
     def _answer(self, text: str) -> Answer:
-        llama, report = self._llama, self._llama.last_report
+        report, reply = self._llama.last_report, self._llama.reply
         self._cache.flush(FLUSH_MS)
-        row = self._cache.get(report.finish_key) if report.finish_key else None
+        row = self._cache.get(bytes.fromhex(report.finish_key)) if report.finish_key else None
         if row is None:
             raise RuntimeError("the completion was not saved, so there is no record of its split")
+        # The last token was sampled and not decoded: it is in the reply and in no cell.
+        tokens = row.image.token_ids.tolist()
+        prompt_tokens = len(tokens) - (len(reply) - 1)
+        if tokens[prompt_tokens:] != reply[:-1]:
+            raise RuntimeError("the row of prompt and reply does not end with the reply")
         return Answer(
             text=text,
-            prompt=row.image.token_ids.tolist()[: llama.prompt_tokens],
-            split=_split(row.image.pieces, llama.prompt_tokens),
-            reply=llama.reply,
+            prompt=tokens[:prompt_tokens],
+            split=_split(row.image.pieces, prompt_tokens),
+            reply=reply,
             hit_kind=report.cache_hit_kind,
             reused_tokens=report.reused_tokens,
             prefilled_tokens=report.prefilled_tokens,
