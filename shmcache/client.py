@@ -52,6 +52,7 @@ _VERDICT_COUNTERS: dict[VerdictKind, str] = {
     "no_space": "save_dropped_no_space",
     "too_large": "save_dropped_no_space",
     "forgotten": "save_dropped_stale",
+    "tier_down": "save_dropped_tier_down",
 }
 
 

@@ -1,21 +1,26 @@
 """The single writer: may this be saved, is this complete, and who has to leave for it?
 
     Reserve ─► verdicts            room is made, bytes are charged, the key is held
-    Written ─► check ─► link ─► publish            or refused, and the bytes are given back
-    Cancel, client_gone ─► let go                  what has a name is looked at first
-    Drop ─► remove                                 row, then file
+    Written ─► check ─► Link job ─► linked ─► publish      or refused, and the bytes are given back
+    Cancel, client_gone ─► let go                          what has a name is looked at first
+    Drop ─► remove                                         row, then file
+
+A tier's directory is touched on the tier's own lane only: jobs go in, outcomes come back (supervisor).
+What waits in `in/`, always in /dev/shm, is read and refused right here.
 
 Owner: one per namespace; everything here runs on the thread of the server's loop.
 Readers: nobody; workers read the index.
 Invariants
-    I1  For each tier: bytes of its rows + bytes charged to saves in flight + bytes that workers hold
-        beyond what they reserved here <= budget, at every instant but a start under a lower budget,
-        which evicts before it serves.
+    I1  For each tier: bytes of its rows + bytes whose unlinking is under way + bytes charged to saves
+        in flight + bytes that workers hold beyond what they reserved here <= budget, whenever a worker
+        may write: a grant in memory is answered only when what left for it is gone.
     I2  A row is published after its slab is linked, and removed before its slab is unlinked.
     I3  The row that a live reservation extends, and its ancestors, are not evicted.
-    I4  Every waiter of a key gets one outcome: at publish, refusal, cancel, or its owner's end.
-    I5  handle() has no clock, no lock and no sleep of its own: time is an argument.
-Leans on: one thread. A tier's calls are system calls on names; it never reads a payload.
+    I4  Every waiter gets one outcome: at publish, refusal, cancel, or its owner's end; and none once
+        its mailbox has asked something else.
+    I5  Nothing here has a clock, a lock or a sleep of its own: time is an argument.
+Leans on: a lane runs its jobs in order, so a slab that leaves and one of the same key that comes do not
+meet.
 Leaves out: how messages come and go, who lives (server), what bytes mean (kvc).
 """
 
@@ -23,7 +28,9 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -49,11 +56,13 @@ from shmcache.protocol import (
     Written,
 )
 from shmcache.reservation import Event, Reservation, Reservations, State
-from shmcache.tiers import base
+from shmcache.tiers.base import HandOver, Slab
+from shmcache.tiers.supervisor import Done, Lane, LaneState, Link, Look, Remove, Survey, WriteUse
 
 log = logging.getLogger(__name__)
 
 FLAG_HEAD = 1
+_SURVEY_SLICE = 2_000
 HEAD_DETAIL = "head"  # reason_detail of a head anchor: how the flag survives a restart
 
 
@@ -73,12 +82,32 @@ class Now(msgspec.Struct, frozen=True):
 
 
 class TierState(msgspec.Struct):
-    """One tier as the coordinator sees it."""
+    """One tier as the coordinator sees it.
 
-    tier: base.Tier
+    staging_bytes bounds what is in flight to the disk, in /dev/shm; 0 where slabs are made in place.
+    leaving holds, in order, rows that are out of the index and whose unlinking is under way.
+    deferred are grants that wait until so many removals have ended.
+    """
+
+    lane: Lane
     budget_bytes: int
+    staging_bytes: int = 0
     used_bytes: int = 0
     rows: int = 0
+    leaving: deque[tuple[bytes, int]] = msgspec.field(default_factory=deque)
+    leaving_bytes: int = 0
+    removals: int = 0
+    removals_ended: int = 0
+    deferred: list[tuple[int, Reply]] = msgspec.field(default_factory=list)
+    survey: Iterator[bytes | None] = iter(())
+
+    @property
+    def number(self) -> Tier:
+        """Which tier it is."""
+        return self.lane.tier.number
+
+
+_Place = tuple[int, int]  # client, mailbox
 
 
 class Coordinator:
@@ -102,14 +131,17 @@ class Coordinator:
             unnamed_bytes: by client, the bytes without a name that each worker says it holds.
         """
         self._index = index
-        self._tiers = {state.tier.number: state for state in tiers}
+        self._tiers = {state.number: state for state in tiers}
         self._epoch = epoch
         self._forget = forget
         self._unnamed_bytes = unnamed_bytes
         self._reservations = Reservations()
         self._order = UseOrder(index.slots, len(Tier))
-        self._waiters: dict[bytes, dict[tuple[int, int], int]] = {}
-        self._parked: dict[tuple[int, int], bytes] = {}
+        # Who waits for a key (Await) or for a token (Written): place and request. Only those still
+        # parked are answered.
+        self._waiters: dict[bytes | int, list[tuple[_Place, int]]] = {}
+        self._parked: dict[_Place, int] = {}
+        self._adopting: set[int] = set()
         self._replies: list[Reply] = []
         self._used_since_stored: set[int] = set()
         self._counts: dict[str, int] = {}
@@ -121,17 +153,20 @@ class Coordinator:
         """Answer one message. Never raises for anything that a message or a file can hold."""
         self._now = now
         if request.mailbox != NO_MAILBOX:
-            self._unpark(request.client, request.mailbox)
+            self._parked.pop((request.client, request.mailbox), None)
         if request.epoch != self._epoch:
             self._answer(request, Stale(self._epoch))
         else:
             match request:
                 case Reserve():
-                    self._answer(request, Reserved(self._reserve(request)))
+                    state = self._tiers.get(request.plans[0].tier) if request.plans else None
+                    self._answer_when_room(request, Reserved(self._reserve(request)), state)
                 case Extend():
-                    self._answer(request, Reserved([self._extend(request)]))
+                    held = self._reservations.by_token(request.token)
+                    state = self._tiers[held.plan.tier] if held is not None else None
+                    self._answer_when_room(request, Reserved([self._extend(request)]), state)
                 case Written():
-                    self._answer(request, self._written(request))
+                    self._written(request)
                 case Await():
                     self._await(request)
                 case Cancel():
@@ -171,9 +206,12 @@ class Coordinator:
 
     def _grant(self, request: Reserve, plan: Plan, made_from: bytes | None) -> Verdict:
         tier = self._tiers.get(plan.tier)
-        if tier is None or plan.slab_bytes > tier.budget_bytes:
+        if tier is None or tier.lane.state is LaneState.DOWN:
+            self._count("dropped_tier_down")
+            return Verdict("tier_down")
+        if plan.slab_bytes > tier.budget_bytes:
             self._count("dropped_too_large")
-            return Verdict("too_large", free_bytes=tier.budget_bytes if tier else 0)
+            return Verdict("too_large", free_bytes=tier.budget_bytes)
         reservation = Reservation(
             token=random.getrandbits(63),
             client=request.client,
@@ -185,7 +223,8 @@ class Coordinator:
         )
         # Opened before room is made, so that I3 covers the row that this very save extends.
         self._reservations.open(reservation)
-        if not self._make_room(tier):
+        staged_bytes = self._reservations.charged_bytes(plan.tier) if tier.staging_bytes else 0
+        if staged_bytes > tier.staging_bytes or not self._make_room(tier):
             self._reservations.advance(reservation, Event.LET_GO)
             self._count("dropped_no_space")
             return Verdict("no_space", free_bytes=max(0, self._free_bytes(tier)))
@@ -209,16 +248,22 @@ class Coordinator:
             return Verdict("no_space", free_bytes=max(0, self._free_bytes(tier)))
         return Verdict("granted", reservation.token)
 
-    def _written(self, request: Written) -> Outcome:
+    def _written(self, request: Written) -> None:
         reservation = self._reservations.by_token(request.token)
         if reservation is None or reservation.client != request.client:
-            return Outcome(self._index.get(request.key) is not None, "unknown reservation")
-        tier = self._tiers[reservation.plan.tier].tier
-        handover = base.HandOver(request.key, request.token, reservation.forget)
+            # Of a coordinator before us: the name in `in/` speaks for itself.
+            self._adopt_orphans()
+            self._wait_for(request, request.token)
+            if request.token not in self._adopting:
+                self._wake(request.token, Outcome(self._index.get(request.key) is not None))
+            return
+        self._wait_for(request, request.token)
+        handover = HandOver(request.key, request.token, reservation.forget)
         if reservation.state is State.OVERTAKEN:
-            tier.refuse(handover)
-            return self._end(reservation, Event.LET_GO, "overtaken")
-        return self._publish(reservation, tier, handover)
+            self._tiers[reservation.plan.tier].lane.tier.refuse(handover)
+            self._end(reservation, Event.LET_GO, "overtaken")
+        elif reservation.state is State.RESERVED:
+            self._take(reservation, handover)
 
     def _await(self, request: Await) -> None:
         """Looks into the index first: the save may have ended before the question came."""
@@ -226,10 +271,8 @@ class Coordinator:
             self._answer(request, Outcome(True))
         elif self._reservations.by_key(request.key) is None:
             self._answer(request, Outcome(False, "nothing in flight"))
-        elif request.mailbox != NO_MAILBOX:
-            place = (request.client, request.mailbox)
-            self._waiters.setdefault(request.key, {})[place] = request.request
-            self._parked[place] = request.key
+        else:
+            self._wait_for(request, request.key)
 
     def _cancel(self, request: Cancel) -> None:
         for reservation in self._reservations.of_client(request.client):
@@ -252,7 +295,7 @@ class Coordinator:
         for reservation in self._reservations.of_client(client):
             self._let_go(reservation, "its owner is gone")
         for place in [place for place in self._parked if place[0] == client]:
-            self._unpark(*place)
+            del self._parked[place]
         return self._take_replies()
 
     def client_stuck(self, client: int, now: Now) -> list[Reply]:
@@ -279,42 +322,72 @@ class Coordinator:
         """At start: enter every slab that validates, in order of last use; returns how many."""
         self._now = now
         for state in self._tiers.values():
-            slabs: list[base.Slab] = []
-            for entry in state.tier.scan():
-                if isinstance(entry, base.Slab):
+            slabs: list[Slab] = []
+            for entry in state.lane.tier.scan():
+                if isinstance(entry, Slab):
                     slabs.append(entry)
                 elif entry.damaged:
                     log.warning("row %s is removed: %s", entry.key.hex(), entry.why)
                     self._count("corrupt_rows")
-                    state.tier.remove(entry.key)
+                    self._release(state, entry.key, 0)
                 else:
                     log.warning("row %s is left alone: %s", entry.key.hex(), entry.why)
             slabs.sort(key=lambda slab: slab.head.meta.last_used_unix_s)
             for slab in slabs:
                 self._enter(state, slab, slab.head.meta.base_key)
             self._make_room(state)
-        self.adopt_handed_over(now)
+        self._adopt_orphans()
         return len(self._index)
 
-    def adopt_handed_over(self, now: Now) -> list[Reply]:
-        """Look into every `in/`: adopt or remove what no reservation names (I1 of tiers)."""
+    def sweep(self, now: Now) -> list[Reply]:
+        """Every 30 s: take what waits in `in/`, and compare each directory with the index."""
         self._now = now
         for state in self._tiers.values():
-            for handover in state.tier.handed_over():
+            for handover in state.lane.tier.handed_over():
                 reservation = self._reservations.by_token(handover.token)
-                if reservation is None:
-                    self._adopt_one(state, handover)
-                elif reservation.state is State.RESERVED:
-                    self._publish(reservation, state.tier, handover)
+                if reservation is not None and reservation.state is State.RESERVED:
+                    self._take(reservation, handover)
+            state.lane.submit(Survey())
+        self._adopt_orphans()
+        return self._take_replies()
+
+    def tick(self, now: Now, now_s: float) -> list[Reply]:
+        """A few times a second: lanes that are late, outcomes, a slice of a survey."""
+        self._now = now
+        for state in self._tiers.values():
+            before = state.lane.state
+            state.lane.look(now_s)
+            if state.lane.state is not before:
+                log.warning("tier %s is %s", state.number.name.lower(), state.lane.state.value)
+            for key in islice(state.survey, _SURVEY_SLICE):
+                if key is not None:
+                    state.lane.submit(Look(key))
+        return self.outcomes(now)
+
+    def outcomes(self, now: Now) -> list[Reply]:
+        """What the lanes have done: publish, free, answer."""
+        self._now = now
+        for state in self._tiers.values():
+            for done in state.lane.outcomes():
+                match done.job:
+                    case Link():
+                        self._linked(state, done.job.handover, done)
+                    case Remove():
+                        self._removed(state)
+                    case Look():
+                        self._looked(state, done.job.key, done)
+                    case Survey():
+                        state.survey = self._disagreeing(state, done.keys)
+                    case WriteUse():
+                        pass
         return self._take_replies()
 
     def store_use(self) -> None:
         """Write hit counts and last use into the slabs of rows used since the last call."""
         for slot in self._used_since_stored:
             if (found := self._index.at(slot)) is not None:
-                self._tiers[Tier(found.row.tier)].tier.write_use(
-                    found.row.key, self._order.hits[slot], self._order.used_unix_s[slot]
-                )
+                use = WriteUse(found.row.key, self._order.hits[slot], self._order.used_unix_s[slot])
+                self._tiers[Tier(found.row.tier)].lane.submit(use)
         self._used_since_stored.clear()
 
     def fold(self, counters: Mapping[str, int]) -> None:
@@ -334,31 +407,52 @@ class Coordinator:
             counted[f"bytes_{name}"] = state.used_bytes
             counted[f"charged_{name}"] = self._reservations.charged_bytes(number)
             counted[f"budget_{name}"] = state.budget_bytes
+            counted[f"is_down_{name}"] = state.lane.state is LaneState.DOWN
+            counted[f"downs_{name}"] = state.lane.statistics().downs
         return counted
 
     # ---- saves
 
-    def _publish(self, reservation: Reservation, tier: base.Tier, handover: base.HandOver) -> Outcome:
-        """WRITTEN → CHECKED → LINKED → PUBLISHED, or refused at any step with nothing left behind."""
-        advance = self._reservations.advance
-        advance(reservation, Event.NAMED)
+    def _take(self, reservation: Reservation, handover: HandOver) -> None:
+        """RESERVED → WRITTEN → CHECKED, and the link is under way; or refused, with nothing left."""
+        lane = self._tiers[reservation.plan.tier].lane
+        self._reservations.advance(reservation, Event.NAMED)
         try:
-            slab = tier.check(handover)
+            slab = lane.tier.check(handover)
         except (CorruptSlab, ForeignObject, OSError) as error:
-            return self._refuse(reservation, tier, handover, str(error))
+            self._refuse(reservation, handover, str(error))
+            return
         if why := self._mismatch(reservation, slab):
-            return self._refuse(reservation, tier, handover, why)
-        advance(reservation, Event.CHECKED)
-        try:
-            slab = tier.link(handover)
-        except (CorruptSlab, ForeignObject, OSError) as error:
-            return self._refuse(reservation, tier, handover, str(error))
-        advance(reservation, Event.LINKED)
-        self._enter(self._tiers[tier.number], slab, reservation.base)
-        self._count(f"saves_{slab.head.meta.save_reason.name.lower()}")
-        return self._end(reservation, Event.INDEXED)
+            self._refuse(reservation, handover, why)
+            return
+        self._reservations.advance(reservation, Event.CHECKED)
+        lane.submit(Link(handover))
 
-    def _mismatch(self, reservation: Reservation, slab: base.Slab) -> str:
+    def _linked(self, state: TierState, handover: HandOver, done: Done) -> None:
+        """CHECKED → LINKED → PUBLISHED; what was forgotten meanwhile goes again."""
+        self._adopting.discard(handover.token)
+        reservation = self._reservations.by_token(handover.token)
+        if done.slab is None:
+            if reservation is not None:
+                self._refuse(reservation, handover, done.error)
+            else:
+                log.warning("%s is removed: %s", handover.name, done.error)
+                state.lane.tier.refuse(handover)
+        elif reservation is None:
+            self._enter(state, done.slab, done.slab.head.meta.base_key)
+            self._make_room(state)
+        else:
+            self._reservations.advance(reservation, Event.LINKED)
+            if reservation.forget < self._forget:
+                self._release(state, handover.key, 0)
+                self._refuse(reservation, handover, "forgotten")
+            else:
+                self._enter(state, done.slab, reservation.base)
+                self._count(f"saves_{done.slab.head.meta.save_reason.name.lower()}")
+                self._end(reservation, Event.INDEXED)
+        self._wake(handover.token, Outcome(self._index.get(handover.key) is not None, done.error))
+
+    def _mismatch(self, reservation: Reservation, slab: Slab) -> str:
         """Why a checked slab is not what was reserved; empty if it is."""
         plan, meta = reservation.plan, slab.head.meta
         if reservation.forget < self._forget:
@@ -371,57 +465,91 @@ class Coordinator:
             return "another row was written than was reserved"
         return ""
 
-    def _refuse(
-        self, reservation: Reservation, tier: base.Tier, handover: base.HandOver, why: str
-    ) -> Outcome:
+    def _refuse(self, reservation: Reservation, handover: HandOver, why: str) -> None:
         log.info("save of %s is refused: %s", handover.key.hex(), why)
         self._count("dropped_refused")
-        tier.refuse(handover)
-        return self._end(reservation, Event.REFUSED, why)
+        self._tiers[reservation.plan.tier].lane.tier.refuse(handover)
+        self._end(reservation, Event.REFUSED, why)
 
     def _let_go(self, reservation: Reservation, why: str) -> None:
-        """Give back what an owner will not write any more; what it named already is published."""
-        tier = self._tiers[reservation.plan.tier].tier
+        """Give back what an owner will not write any more; what it has named is taken all the same."""
+        if reservation.state in (State.WRITTEN, State.CHECKED, State.LINKED):
+            return
+        tier = self._tiers[reservation.plan.tier].lane.tier
         for handover in tier.handed_over():
             if handover.token != reservation.token:
                 continue
             if reservation.state is State.RESERVED:
-                self._publish(reservation, tier, handover)
+                self._take(reservation, handover)
                 return
             tier.refuse(handover)
         self._end(reservation, Event.LET_GO, why)
 
-    def _end(self, reservation: Reservation, event: Event, why: str = "") -> Outcome:
+    def _end(self, reservation: Reservation, event: Event, why: str = "") -> None:
         """The key is free or published: advance, and tell everybody who waits for it (I4)."""
         outcome = Outcome(self._reservations.advance(reservation, event) is State.PUBLISHED, why)
-        key = reservation.plan.key
-        for (client, mailbox), request in (self._waiters.pop(key, {}) if key else {}).items():
-            del self._parked[client, mailbox]
-            self._replies.append(Reply(client, mailbox, request, outcome))
-        return outcome
+        if reservation.plan.key is not None:
+            self._wake(reservation.plan.key, outcome)
+        if event is not Event.OVERTAKEN:
+            self._wake(reservation.token, outcome)
 
-    def _adopt_one(self, state: TierState, handover: base.HandOver) -> None:
-        """A slab in `in/` whose reservation died with another coordinator."""
+    def _adopt_orphans(self) -> None:
+        """Slabs in `in/` whose reservation died with another coordinator: link those that are wanted."""
+        for state in self._tiers.values():
+            tier = state.lane.tier
+            for handover in tier.handed_over():
+                if self._reservations.by_token(handover.token) is None and (
+                    handover.token not in self._adopting
+                ):
+                    if self._is_wanted(state, handover):
+                        self._adopting.add(handover.token)
+                        state.lane.submit(Link(handover))
+                    else:
+                        tier.refuse(handover)
+
+    def _is_wanted(self, state: TierState, handover: HandOver) -> bool:
         try:
-            slab = state.tier.check(handover)
-            wanted = (
-                handover.forget >= self._forget
-                and self._index.get(handover.key) is None
-                and self._reservations.by_key(handover.key) is None
-                and slab.slab_bytes <= state.budget_bytes
-            )
-            if wanted:
-                self._enter(state, state.tier.link(handover), slab.head.meta.base_key)
-                self._make_room(state)
-            else:
-                state.tier.refuse(handover)
+            slab = state.lane.tier.check(handover)
         except (CorruptSlab, ForeignObject, OSError) as error:
             log.warning("%s is removed: %s", handover.name, error)
-            state.tier.refuse(handover)
+            return False
+        return (
+            handover.forget >= self._forget
+            and self._index.get(handover.key) is None
+            and self._reservations.by_key(handover.key) is None
+            and slab.slab_bytes <= state.budget_bytes
+        )
+
+    # ---- directories against the index
+
+    def _disagreeing(self, state: TierState, keys: frozenset[bytes]) -> Iterator[bytes | None]:
+        """Keys of files without a row and of rows without a file, and None for each that agrees."""
+        for key in keys:
+            yield None if self._has_row(state, key) else key
+        if len(keys) < state.rows:
+            for found in self._index.rows():
+                agrees = found.row.tier != state.number or found.row.key in keys
+                yield None if agrees else found.row.key
+
+    def _has_row(self, state: TierState, key: bytes) -> bool:
+        found = self._index.get(key)
+        return found is not None and found.row.tier == state.number
+
+    def _looked(self, state: TierState, key: bytes, done: Done) -> None:
+        """A file without a row is adopted or removed; a row without a file goes."""
+        if done.slab is None:
+            found = self._index.get(key)
+            if found is not None and found.row.tier == state.number and not done.is_fault:
+                log.warning("row %s is dropped: %s", key.hex(), done.error)
+                self._count("corrupt_rows")
+                self._remove(found)
+        elif not self._has_row(state, key):
+            self._enter(state, done.slab, done.slab.head.meta.base_key)
+            self._make_room(state)
 
     # ---- rows
 
-    def _enter(self, state: TierState, slab: base.Slab, made_from: bytes | None) -> None:
+    def _enter(self, state: TierState, slab: Slab, made_from: bytes | None) -> None:
         """Publish a linked slab and put it at the warm end of its tier."""
         meta = slab.head.meta
         row = Row(
@@ -432,7 +560,7 @@ class Coordinator:
             text_bytes=meta.text_bytes,
             slab_bytes=slab.slab_bytes,
             token_count=meta.token_count,
-            tier=state.tier.number,
+            tier=state.number,
             reason=meta.save_reason,
             flags=FLAG_HEAD if meta.reason_detail == HEAD_DETAIL else 0,
         )
@@ -440,11 +568,12 @@ class Coordinator:
             self._evict_one(state)
         published = self._index.publish(row, self._least_used)
         if published is None:
-            state.tier.remove(row.key)
+            self._release(state, row.key, row.slab_bytes)
             return
         for gone in (published.evicted, published.replaced):
             if gone is not None:
-                self._forget_row(gone, keep_file=gone.row.key == row.key and gone.row.tier == row.tier)
+                # A row that replaces its like lies under the same name.
+                self._forget_row(gone, keep_file=(gone.row.key, gone.row.tier) == (row.key, row.tier))
         self._order.add(published.slot, row.tier, meta.last_used_unix_s, meta.hit_count)
         state.used_bytes += row.slab_bytes
         state.rows += 1
@@ -489,7 +618,7 @@ class Coordinator:
             return True
         protected = self._protected()
         victims: list[Found] = []
-        for slot in self._order.coldest(state.tier.number):
+        for slot in self._order.coldest(state.number):
             if short_bytes <= 0:
                 break
             if slot not in protected and (found := self._index.at(slot)) is not None:
@@ -503,13 +632,17 @@ class Coordinator:
         return True
 
     def _free_bytes(self, state: TierState) -> int:
-        """What the budget leaves (I1); negative when it is exceeded."""
+        """What the budget leaves once all that leaves is gone; negative when it is exceeded (I1)."""
+        free_bytes = state.budget_bytes - state.used_bytes - self._reservations.charged_bytes(state.number)
+        return free_bytes if state.staging_bytes else free_bytes - self._unreserved_bytes()
+
+    def _unreserved_bytes(self) -> int:
+        """Bytes in /dev/shm that workers hold for reservations of a coordinator before us."""
         charged: dict[int, int] = {}
         for reservation in self._reservations:
-            if reservation.plan.tier == state.tier.number:
-                charged[reservation.client] = charged.get(reservation.client, 0) + reservation.charged_bytes
-        beyond = sum(max(0, held - charged.get(client, 0)) for client, held in self._unnamed_bytes().items())
-        return state.budget_bytes - state.used_bytes - sum(charged.values()) - beyond
+            charged[reservation.client] = charged.get(reservation.client, 0) + reservation.charged_bytes
+        held = self._unnamed_bytes().items()
+        return sum(max(0, held_bytes - charged.get(client, 0)) for client, held_bytes in held)
 
     def _protected(self) -> set[int]:
         """Slots of all rows that a live reservation extends, and of their ancestors (I3)."""
@@ -525,7 +658,7 @@ class Coordinator:
         """Make place for one more row: the coldest of this tier that may leave, else of any tier."""
         protected = self._protected()
         for tier in (state, *self._tiers.values()):
-            for slot in self._order.coldest(tier.tier.number):
+            for slot in self._order.coldest(tier.number):
                 if slot not in protected and (found := self._index.at(slot)) is not None:
                     self._count("evictions")
                     self._remove(found)
@@ -552,7 +685,22 @@ class Coordinator:
         state.used_bytes -= found.row.slab_bytes
         state.rows -= 1
         if not keep_file:
-            state.tier.remove(found.row.key)
+            self._release(state, found.row.key, found.row.slab_bytes)
+
+    def _release(self, state: TierState, key: bytes, slab_bytes: int) -> None:
+        """Have a slab unlinked; its bytes count until that is done."""
+        state.leaving.append((key, slab_bytes))
+        state.leaving_bytes += slab_bytes
+        state.removals += 1
+        state.lane.submit(Remove(key))
+
+    def _removed(self, state: TierState) -> None:
+        """The oldest removal has ended; grants that waited for it are answered."""
+        _key, slab_bytes = state.leaving.popleft()
+        state.leaving_bytes -= slab_bytes
+        state.removals_ended += 1
+        while state.deferred and state.deferred[0][0] <= state.removals_ended:
+            self._reply_if_parked(state.deferred.pop(0)[1])
 
     # ---- replies
 
@@ -560,13 +708,34 @@ class Coordinator:
         if request.mailbox != NO_MAILBOX:
             self._replies.append(Reply(request.client, request.mailbox, request.request, body))
 
-    def _unpark(self, client: int, mailbox: int) -> None:
-        """A mailbox asks something new, or is gone: nothing more is written there for the old one."""
-        key = self._parked.pop((client, mailbox), None)
-        if key is not None:
-            self._waiters[key].pop((client, mailbox))
-            if not self._waiters[key]:
-                del self._waiters[key]
+    def _answer_when_room(self, request: Reserve | Extend, body: Reserved, state: TierState | None) -> None:
+        """A grant in memory waits until what left for it is gone (I1); all other answers go at once."""
+        granted = any(verdict.kind == "granted" for verdict in body.verdicts)
+        if state is None or state.staging_bytes or not state.leaving or not granted:
+            self._answer(request, body)
+        elif request.mailbox != NO_MAILBOX:
+            self._parked[request.client, request.mailbox] = request.request
+            reply = Reply(request.client, request.mailbox, request.request, body)
+            state.deferred.append((state.removals, reply))
+
+    def _wait_for(self, request: Await | Written, what: bytes | int) -> None:
+        """Park a request until a key or a token has its outcome."""
+        if request.mailbox != NO_MAILBOX:
+            place = (request.client, request.mailbox)
+            self._parked[place] = request.request
+            self._waiters.setdefault(what, []).append((place, request.request))
+
+    def _wake(self, what: bytes | int, outcome: Outcome) -> None:
+        """Answer all who wait for a key or a token."""
+        for (client, mailbox), request in self._waiters.pop(what, []):
+            self._reply_if_parked(Reply(client, mailbox, request, outcome))
+
+    def _reply_if_parked(self, reply: Reply) -> None:
+        """A mailbox that has asked something new gets nothing more for its old question."""
+        place = (reply.client, reply.mailbox)
+        if self._parked.get(place) == reply.request:
+            del self._parked[place]
+            self._replies.append(reply)
 
     def _take_replies(self) -> list[Reply]:
         replies, self._replies = self._replies, []

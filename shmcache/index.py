@@ -5,12 +5,12 @@ rows by their key, and blocks by the key of a text up to its last multiple of 1,
 bitmap of the tail lengths that its rows have.
 
          0 ┌───────────────┐ header and statistics
-      4096 ├───────────────┤ row heads       8 bytes a slot: the first 8 bytes of its key
+      4096 ├───────────────┤ row tags        1 byte a slot: the first byte of its key
            ├───────────────┤ rows          128 bytes a slot
-           ├───────────────┤ block heads     8 bytes a slot
+           ├───────────────┤ block tags      1 byte a slot
            ├───────────────┤ blocks         48 bytes a slot
            ├───────────────┤ bitmaps       128 bytes a slot: bit t = some row of this block has tail t
-           └───────────────┘ 8 slots are a bucket; its heads are one cache line
+           └───────────────┘ 8 slots are a bucket
 
     offset size name          writer       meaning
     header
@@ -50,10 +50,10 @@ million 3 met two full block buckets).
 
 Publish: each step is one copy or one word store, in this order.
     P1 body         body and check of a free slot, whose word is 0
-    P2 head         where probes look
+    P2 tag          probes come by
     P3 word         the row is there
     P4 block body   P4 to P6 only where the block is not there yet
-    P5 block head
+    P5 block tag
     P6 block word   the block is there, its bitmap empty
     P7 bit          the row is found by prefix
     P8 replaced     P8 and P9 only where the key had a row: `replacements` moves on,
@@ -67,7 +67,7 @@ buckets are full, the row is refused: one that cannot be found by prefix must no
 
 Owner: the coordinator, through IndexWriter. Nobody else writes a byte.
 Readers: every process, through IndexReader over a read-only mapping, without a lock or a message.
-    1 find the head in the first bucket, then in the second; at each match
+    1 find the tag in the first bucket, then in the second; at each match
     2 load the word; 0: the next match
     3 copy the entry
     4 verify the check over the copy, word included
@@ -93,8 +93,7 @@ Invariants
 
 Leans on: aligned stores through memoryview.cast("Q"), which never tear (struct.pack_into would show
 readers zeros). New segments read as zeros, so creation touches one page. Little-endian words, as KVC has
-them: a bitmap is read as one integer. A bytes search can match across two heads; the check refuses what
-is read there.
+them: a bitmap is read as one integer.
 Leaves out: which row was used least (coordinator), what a slab holds (kvc), which epoch is now (control).
 """
 
@@ -127,9 +126,10 @@ STAT_NAMES = (
     ),
     "evictions",
     *(f"saves_{reason}" for reason in ("unknown", "cold", "continued", "evict", "shutdown", "finish")),
-    *(f"dropped_{why}" for why in ("no_space", "too_large", "forgotten", "refused")),
+    *(f"dropped_{why}" for why in ("no_space", "too_large", "forgotten", "refused", "tier_down")),
     *(f"saves_{state}" for state in ("reserved", "published", "abandoned", "in_flight")),
     "overtaken",
+    *(f"{what}_{tier}" for tier in ("ram", "ram_file", "disk") for what in ("is_down", "downs")),
     "corrupt_rows",
     *(f"gone_{name}" for name in COUNTERS),
 )
@@ -140,8 +140,6 @@ STAT_NAMES = (
 
 HEADER_BYTES = 4096
 SLOTS = 8
-HEAD_BYTES = 8
-BUCKET_BYTES = SLOTS * HEAD_BYTES
 ROW_BYTES = 128
 BLOCK_ENTRY_BYTES = 48
 BITMAP_BYTES = BLOCK_BYTES // 8
@@ -162,7 +160,8 @@ _PUBLISHED = 1
 _ROW = struct.Struct("<Q32s32sQQQIIHBB16x")
 _BLOCK = struct.Struct("<Q32s4x")
 _CHECK = struct.Struct("<I")
-_bucket_words: Callable[[bytes], tuple[int, int]] = struct.Struct("<8xII16x").unpack
+# Of a key: its tag, and the words that name its first and second bucket.
+_places: Callable[[bytes], tuple[bytes, int, int]] = struct.Struct("<c7xII16x").unpack
 assert _ROW.size + _CHECK.size == ROW_BYTES
 assert _BLOCK.size + _CHECK.size == BLOCK_ENTRY_BYTES
 
@@ -233,13 +232,13 @@ class ReaderStatistics(msgspec.Struct, frozen=True):
 
 
 class _Table:
-    """Where one hash table lies: heads, then entries of `entry_bytes`, in `buckets` buckets."""
+    """Where one hash table lies: tags, then entries of `entry_bytes`, in `buckets` buckets."""
 
     def __init__(self, start: int, buckets: int, entry_bytes: int) -> None:
         self.buckets, self.entry_bytes = buckets, entry_bytes
         self.slots = buckets * SLOTS
-        self.heads = _aligned(start)
-        self.entries = _aligned(self.heads + buckets * BUCKET_BYTES)
+        self.tags = _aligned(start)
+        self.entries = _aligned(self.tags + self.slots)
         self.end = _aligned(self.entries + self.slots * entry_bytes)
 
     def entry(self, slot: int) -> int:
@@ -284,10 +283,10 @@ class IndexReader:
         self._find = self._raw.find
         self._words = buffer[: buffer.nbytes & ~7].cast("Q")
         self._rows, self._blocks, self._bitmaps = layout.rows, layout.blocks, layout.bitmaps
-        # For the hot paths. The entry of the row whose head is at `at` starts at at * 16 + shift.
-        self._row_buckets, self._row_heads = layout.rows.buckets, layout.rows.heads
-        self._row_shift = layout.rows.entries - ROW_BYTES // HEAD_BYTES * layout.rows.heads
-        self._block_buckets, self._block_heads = layout.blocks.buckets, layout.blocks.heads
+        # For the hot paths. The word of the row whose tag is at offset `at` is words[at * 16 + shift].
+        self._row_buckets, self._row_tags = layout.rows.buckets, layout.rows.tags
+        self._row_shift = (layout.rows.entries - ROW_BYTES * layout.rows.tags) // 8
+        self._block_buckets, self._block_tags = layout.blocks.buckets, layout.blocks.tags
         self._replacements = self._words[_REPLACEMENTS_WORD]
         self._second_probes = self._retries = self._lost = 0
 
@@ -311,42 +310,42 @@ class IndexReader:
 
     def get(self, key: bytes) -> Found | None:
         """Return the published row of a 32-byte key, or None."""
-        words, find, heads = self._words, self._find, self._row_heads
-        head = key[:HEAD_BYTES]
-        first, second = _bucket_words(key)
-        bucket = first % self._row_buckets * BUCKET_BYTES + heads
-        at = find(head, bucket, bucket + BUCKET_BYTES)  # 1
+        words, find, tags = self._words, self._find, self._row_tags
+        tag, first, second = _places(key)
+        bucket = first % self._row_buckets * SLOTS + tags
+        at = find(tag, bucket, bucket + SLOTS)  # 1
         if at < 0:
             self._second_probes += 1
-            bucket = second % self._row_buckets * BUCKET_BYTES + heads
-            at = find(head, bucket, bucket + BUCKET_BYTES)
+            bucket = second % self._row_buckets * SLOTS + tags
+            at = find(tag, bucket, bucket + SLOTS)
             if at < 0:
                 return None if words[_REPLACEMENTS_WORD] == self._replacements else self._search(key)  # 7
-        entry = at * 16 + self._row_shift
-        word = words[entry >> 3]  # 2
+        place = at * 16 + self._row_shift
+        word = words[place]  # 2
+        entry = place << 3
         image = self._raw[entry : entry + ROW_BYTES]  # 3
-        if crc32c(image) == _SOUND and words[entry >> 3] == word != 0 and image[8:40] == key:  # 4, 5, 6
-            return Found(image, at - heads >> 3, word)
+        if crc32c(image) == _SOUND and words[place] == word != 0 and image[8:40] == key:  # 4, 5, 6
+            return Found(image, at - tags, word)
         return self._search(key)
 
     def _search(self, key: bytes) -> Found | None:
         """The whole algorithm, twice at most; `get` is its first match and its plain miss, unrolled."""
-        words, find, heads = self._words, self._find, self._row_heads
-        head = key[:HEAD_BYTES]
+        words, find, tags = self._words, self._find, self._row_tags
+        tag, first, second = _places(key)
         for is_last in (False, True):
             differs = False
-            for choice in _bucket_words(key):
-                bucket = choice % self._row_buckets * BUCKET_BYTES + heads
-                at = find(head, bucket, bucket + BUCKET_BYTES)  # 1
+            for choice in (first, second):
+                bucket = choice % self._row_buckets * SLOTS + tags
+                at = find(tag, bucket, bucket + SLOTS)  # 1
                 while at >= 0:
-                    entry = at * 16 + self._row_shift
-                    if word := words[entry >> 3]:  # 2
-                        image = self._raw[entry : entry + ROW_BYTES]  # 3
-                        if crc32c(image) != _SOUND or words[entry >> 3] != word:  # 4, 5
+                    place = at * 16 + self._row_shift
+                    if word := words[place]:  # 2
+                        image = self._raw[place << 3 : (place << 3) + ROW_BYTES]  # 3
+                        if crc32c(image) != _SOUND or words[place] != word:  # 4, 5
                             differs = True
                         elif image[8:40] == key:  # 6
-                            return Found(image, at - heads >> 3, word)
-                    at = find(head, at + 1, bucket + BUCKET_BYTES)
+                            return Found(image, at - tags, word)
+                    at = find(tag, at + 1, bucket + SLOTS)
             replacements = words[_REPLACEMENTS_WORD]  # 7
             if not differs and replacements == self._replacements:
                 return None
@@ -363,16 +362,15 @@ class IndexReader:
         Only rows of the walk's identity with at most `max_bytes` of text; none of them is left out. The
         work is bounded by the prompt's blocks and the tails in use there, whatever else the index holds.
         """
-        find, heads = self._find, self._block_heads
+        find, tags = self._find, self._block_tags
         limit = min(max_bytes, walk.text_bytes)
         for number in range(limit // BLOCK_BYTES, -1, -1):
             block_key = walk.block_keys[number]
-            head = block_key[:HEAD_BYTES]
-            first, second = _bucket_words(block_key)
-            bucket = first % self._block_buckets * BUCKET_BYTES + heads
-            if find(head, bucket, bucket + BUCKET_BYTES) < 0:
-                bucket = second % self._block_buckets * BUCKET_BYTES + heads
-                if find(head, bucket, bucket + BUCKET_BYTES) < 0:
+            tag, first, second = _places(block_key)
+            bucket = first % self._block_buckets * SLOTS + tags
+            if find(tag, bucket, bucket + SLOTS) < 0:
+                bucket = second % self._block_buckets * SLOTS + tags
+                if find(tag, bucket, bucket + SLOTS) < 0:
                     continue
             start = number * BLOCK_BYTES
             tails = self._tails(block_key) & (2 << limit - start) - 1
@@ -396,19 +394,19 @@ class IndexReader:
 
     def _find_block(self, block_key: bytes) -> tuple[int, int]:
         """Slot and publish word of a block; slot -1 where it is not there."""
-        words, find, heads = self._words, self._find, self._block_heads
-        head = block_key[:HEAD_BYTES]
-        for choice in _bucket_words(block_key):
-            bucket = choice % self._block_buckets * BUCKET_BYTES + heads
-            at = find(head, bucket, bucket + BUCKET_BYTES)
+        words, find, tags = self._words, self._find, self._block_tags
+        tag, first, second = _places(block_key)
+        for choice in (first, second):
+            bucket = choice % self._block_buckets * SLOTS + tags
+            at = find(tag, bucket, bucket + SLOTS)
             while at >= 0:
-                slot = at - heads >> 3
+                slot = at - tags
                 entry = self._blocks.entry(slot)
                 if word := words[entry >> 3]:
                     image = self._raw[entry : entry + BLOCK_ENTRY_BYTES]
                     if crc32c(image) == _SOUND and words[entry >> 3] == word and image[8:40] == block_key:
                         return slot, word
-                at = find(head, at + 1, bucket + BUCKET_BYTES)
+                at = find(tag, at + 1, bucket + SLOTS)
         return -1, 0
 
     def at(self, slot: int) -> Found | None:
@@ -559,7 +557,7 @@ class IndexWriter(IndexReader):
         )
         entry = self._rows.entry(slot)
         self._copy(entry + 8, image[8:])  # P1 body
-        self._store(self._rows.heads + slot * HEAD_BYTES, _head(row.key))  # P2 head
+        self._copy(self._rows.tags + slot, row.key[:1])  # P2 tag
         self._store(entry, word)  # P3 word
 
     def _publish_bit(self, row: Row) -> None:
@@ -570,7 +568,7 @@ class IndexWriter(IndexReader):
             image = _sealed(_BLOCK.pack(word, row.block_key))
             entry = self._blocks.entry(slot)
             self._copy(entry + 8, image[8:])  # P4 block body
-            self._store(self._blocks.heads + slot * HEAD_BYTES, _head(row.block_key))  # P5 block head
+            self._copy(self._blocks.tags + slot, row.block_key[:1])  # P5 block tag
             self._store(entry, word)  # P6 block word
             self._add("blocks", 1)
         place, bit = self._bit(slot, row.tail)
@@ -604,12 +602,12 @@ class IndexWriter(IndexReader):
 
     def _choices(self, key: bytes) -> list[int]:
         """The row slots of both buckets of a key."""
-        buckets = {choice % self._rows.buckets for choice in _bucket_words(key)}
+        buckets = {choice % self._rows.buckets for choice in _places(key)[1:]}
         return [bucket * SLOTS + number for bucket in buckets for number in range(SLOTS)]
 
     def _free_slot(self, table: _Table, key: bytes) -> int:
         """A free slot for a key in its better bucket; -1 where both are full."""
-        first, second = (choice % table.buckets * SLOTS for choice in _bucket_words(key))
+        first, second = (choice % table.buckets * SLOTS for choice in _places(key)[1:])
         first_words = self._entry_words(table, first, SLOTS)
         second_words = self._entry_words(table, second, SLOTS)
         first_free, second_free = first_words.count(0), second_words.count(0)
@@ -643,7 +641,3 @@ class IndexWriter(IndexReader):
 
 def _sealed(body: bytes) -> bytes:
     return body + _CHECK.pack(crc32c(body))
-
-
-def _head(key: bytes) -> int:
-    return int.from_bytes(key[:HEAD_BYTES], "little")

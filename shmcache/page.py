@@ -81,6 +81,7 @@ COUNTERS = (
     "save_present",
     "save_held",
     "save_dropped_no_space",
+    "save_dropped_tier_down",
     "save_dropped_queue_full",
     "save_dropped_no_coordinator",
     "save_dropped_stale",

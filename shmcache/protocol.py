@@ -121,7 +121,7 @@ class Drop(Request, frozen=True, tag="drop"):
 
 AnyRequest = Reserve | Extend | Written | Await | Cancel | Drop
 
-VerdictKind = Literal["granted", "present", "held", "no_space", "too_large", "forgotten"]
+VerdictKind = Literal["granted", "present", "held", "no_space", "too_large", "forgotten", "tier_down"]
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):

@@ -29,7 +29,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -53,8 +53,10 @@ from shmcache.errors import (
 )
 from shmcache.mq import ServerQueue
 from shmcache.page import ClientPage, Word
+from shmcache.protocol import Tier
 from shmcache.shm import SHM_ROOT, Names
-from shmcache.tiers.ram_file import RamFileTier
+from shmcache.tiers.memory import MemoryTier
+from shmcache.tiers.supervisor import Lane
 
 log = logging.getLogger("shmcache.coordinator")
 
@@ -167,16 +169,18 @@ class Server:
             shm.make_directory(names.fifos)
             self._queue = stack.enter_context(closing(ServerQueue(names)))
             self._clients = stack.enter_context(closing(Clients(names)))
-            tier = stack.enter_context(closing(RamFileTier(names)))
             epoch = random.SystemRandom().randrange(1, 1 << 63)
             budget_bytes = _budget(settings, names)
+            self._wake_fd = stack.enter_context(_event())
+            lane = Lane(lambda: MemoryTier(Tier.RAM_FILE, names.tier("ram_file")), self._wake)
+            stack.callback(lane.close)
             self._segment = stack.enter_context(_segment(names, epoch, settings.max_rows))
             assert self._segment.buf is not None
             self._index = index.IndexWriter.create(self._segment.buf, settings.max_rows, epoch)
             stack.callback(self._index.close)
             self._coordinator = Coordinator(
                 self._index,
-                [TierState(tier, budget_bytes)],
+                [TierState(lane, budget_bytes)],
                 epoch,
                 self._control.forget,
                 self._clients.unnamed_bytes,
@@ -215,18 +219,20 @@ class Server:
             poll = select.poll()
             poll.register(self._queue.fileno(), select.POLLIN)
             poll.register(stop, select.POLLIN)
+            poll.register(self._wake_fd, select.POLLIN)
             next_tick = next_sweep = next_store = time.monotonic()
             while True:
                 ready = poll.poll(max(0, int((next_tick - time.monotonic()) * 1000)))
                 if any(fd == stop for fd, _event in ready):
                     return
                 self._receive()
+                self._take_outcomes()
                 now_s = time.monotonic()
                 if now_s >= next_tick:
                     self._tick()
                     next_tick = now_s + TICK_S
                 if now_s >= next_sweep:
-                    self._deliver(self._coordinator.adopt_handed_over(_now()))
+                    self._deliver(self._coordinator.sweep(_now()))
                     next_sweep = now_s + SWEEP_S
                 if now_s >= next_store:
                     self._coordinator.store_use()
@@ -245,6 +251,15 @@ class Server:
             if self._clients.find(request.client) is not None:
                 self._deliver(self._coordinator.handle(request, _now()))
 
+    def _wake(self) -> None:
+        """From a lane's thread: an outcome is there."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _take_outcomes(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+            self._deliver(self._coordinator.outcomes(_now()))
+
     def _deliver(self, replies: list[Reply]) -> None:
         for reply in replies:
             page = self._clients.find(reply.client)
@@ -260,6 +275,7 @@ class Server:
             self._deliver(self._coordinator.client_stuck(client, _now()))
         for touches in self._clients.drain_touches():
             self._coordinator.touches(touches, _now())
+        self._deliver(self._coordinator.tick(_now(), time.monotonic()))
         self._publish_statistics()
 
     def _publish_statistics(self) -> None:
@@ -333,6 +349,16 @@ def _segment(names: Names, epoch: int, max_rows: int) -> Iterator[SharedMemory]:
         # SharedMemory.unlink would talk to the tracker again.
         shm.unlink_quietly(path)
         segment.close()
+
+
+@contextmanager
+def _event() -> Iterator[int]:
+    """A descriptor that other threads make readable."""
+    fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What the coordinator asks of a tier: which slabs are there, take this one, let that one go.
 
-    <tier>/<key in hex>.kvc                            a row's slab, immutable
-    <tier>/in/<key>.<token>.<forget number>            complete, handed over, not yet checked
+    <tier>/<key in hex>.kvc                            a row's slab, immutable; disk: <tier>/<2 hex>/…
+    /dev/shm/…/<tier>/in/<key>.<token>.<forget>        complete, handed over, not yet taken
 
 Owner: the coordinator, for everything but the names in `in/`, which workers link.
 Readers: workers map or read `<key>.kvc`.
@@ -10,21 +10,30 @@ Invariants
     I2  A tier reads at most the first 4 KiB of a slab.
     I3  A name that is not of these forms belongs to somebody else and is left alone.
     I4  A tier never decides: it yields, checks, links and unlinks; the coordinator decides.
-Leaves out: budgets, use order, the index.
+Leans on
+    link(2) fails with EEXIST instead of replacing; rename(2) replaces in one step.
+    An unlinked file's bytes stay valid for whoever has it open or mapped.
+Leaves out: budgets, use order, the index; on which thread it runs (supervisor).
 """
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
-from shmcache import kvc
+from shmcache import kvc, shm
+from shmcache.errors import CorruptSlab, ForeignObject
 from shmcache.protocol import Tier as TierNumber
 
+SUFFIX = ".kvc"
 _HANDOVER = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})\.([0-9a-f]{1,16})")
+_ROW = re.compile(r"([0-9a-f]{64})\.kvc")
 
 
 class HandOver(msgspec.Struct, frozen=True):
@@ -65,49 +74,129 @@ class Broken(msgspec.Struct, frozen=True):
 
 
 class Tier(ABC):
-    """The contract; tests/contract runs over every implementation."""
+    """A place for slabs; tests/contract runs over every implementation.
+
+    moved_s is when the current job last got on (time.monotonic), for whoever supervises it.
+    """
 
     number: TierNumber
 
-    @abstractmethod
-    def scan(self) -> Iterator[Slab | Broken]:
-        """Every file at a row's name."""
+    def __init__(self, in_path: Path) -> None:
+        shm.make_directory(in_path.parent)
+        shm.make_directory(in_path)
+        self.in_fd = shm.open_directory(in_path)
+        self.moved_s = time.monotonic()
 
     @abstractmethod
-    def handed_over(self) -> Iterator[HandOver]:
-        """Every slab that waits in `in/`."""
+    def directory_fd(self, key: bytes) -> int:
+        """The open directory where the slab of a key lies. OSError where it cannot be opened."""
 
     @abstractmethod
-    def check(self, handover: HandOver) -> Slab:
-        """Metadata and size of a slab in `in/`.
-
-        Raises CorruptSlab if it is none of this key, ForeignObject, FileNotFoundError.
-        """
+    def directory_fds(self) -> Iterator[int]:
+        """Every open directory that may hold slabs."""
 
     @abstractmethod
     def link(self, handover: HandOver) -> Slab:
         """Give it the row's name and take it out of `in/`; returns what lies there then.
 
         A file that is there already stays if it validates for this key, else it is replaced.
+        Raises OSError, CorruptSlab; nothing new is left then but the hand-over itself.
         """
 
-    @abstractmethod
+    def move(self) -> None:
+        """Say that the current job gets on."""
+        self.moved_s = time.monotonic()
+
+    def scan(self) -> Iterator[Slab | Broken]:
+        """Every file at a row's name, judged by its first 4 KiB."""
+        for directory_fd in self.directory_fds():
+            for key in _keys(directory_fd):
+                try:
+                    yield read_slab(directory_fd, file_name(key), key)
+                except CorruptSlab as error:
+                    yield Broken(key, str(error), damaged=_is_ours(directory_fd, file_name(key)))
+                except ForeignObject as error:
+                    yield Broken(key, str(error), damaged=False)
+                except FileNotFoundError:
+                    continue
+
+    def keys(self) -> Iterator[bytes]:
+        """The key of every file at a row's name, unread."""
+        for directory_fd in self.directory_fds():
+            yield from _keys(directory_fd)
+
+    def read(self, key: bytes) -> Slab:
+        """The slab at a row's name. Raises CorruptSlab, ForeignObject, FileNotFoundError."""
+        return read_slab(self.directory_fd(key), file_name(key), key)
+
+    def handed_over(self) -> Iterator[HandOver]:
+        """Every slab that waits in `in/`."""
+        for name in _names(self.in_fd):
+            if (handover := HandOver.from_name(name)) is not None:
+                yield handover
+
+    def check(self, handover: HandOver) -> Slab:
+        """Metadata and size of a slab in `in/`. Raises CorruptSlab, ForeignObject, FileNotFoundError."""
+        return read_slab(self.in_fd, handover.name, handover.key)
+
     def refuse(self, handover: HandOver) -> None:
         """Unlink a slab in `in/`."""
+        shm.unlink_quietly(handover.name, dir_fd=self.in_fd)
 
-    @abstractmethod
     def remove(self, key: bytes) -> bool:
         """Unlink a row's slab; False if it was gone. Whoever maps it keeps its bytes."""
+        return shm.unlink_quietly(file_name(key), dir_fd=self.directory_fd(key))
 
-    @abstractmethod
     def write_use(self, key: bytes, hit_count: int, last_used_unix_s: int) -> None:
         """Store the two mutable fields; a slab that is gone is no error."""
+        try:
+            fd = shm.open_owned(file_name(key), os.O_RDWR, dir_fd=self.directory_fd(key))
+        except (FileNotFoundError, ForeignObject):
+            return
+        try:
+            kvc.write_use(fd, hit_count, last_used_unix_s)
+        finally:
+            os.close(fd)
 
-    @abstractmethod
     def close(self) -> None:
         """End the view; everything stays."""
+        os.close(self.in_fd)
 
 
 def file_name(key: bytes) -> str:
-    """The name of a row's slab in its tier."""
-    return f"{key.hex()}.kvc"
+    """The name of a row's slab in its directory."""
+    return f"{key.hex()}{SUFFIX}"
+
+
+def read_slab(directory_fd: int, name: str, key: bytes) -> Slab:
+    """Judge a slab by its first 4 KiB. Raises CorruptSlab, ForeignObject, FileNotFoundError."""
+    fd = shm.open_owned(name, os.O_RDONLY, dir_fd=directory_fd)
+    try:
+        slab_bytes = os.fstat(fd).st_size
+        head = kvc.parse_head(os.pread(fd, kvc.SCAN_BYTES, 0), slab_bytes)
+    finally:
+        os.close(fd)
+    if head.meta.key != key:
+        raise CorruptSlab(f"{name} holds the row of another key, {head.meta.key.hex()}")
+    return Slab(head, slab_bytes)
+
+
+def _is_ours(directory_fd: int, name: str) -> bool:
+    """Whether a damaged file was of this version: another version's rows are not ours to judge."""
+    fd = shm.open_owned(name, os.O_RDONLY, dir_fd=directory_fd)
+    try:
+        return kvc.version_of(os.pread(fd, kvc.SCAN_BYTES, 0)) in (None, kvc.VERSION)
+    finally:
+        os.close(fd)
+
+
+def _keys(directory_fd: int) -> Iterator[bytes]:
+    for name in _names(directory_fd):
+        if (match := _ROW.fullmatch(name)) is not None:
+            yield bytes.fromhex(match[1])
+
+
+def _names(directory_fd: int) -> list[str]:
+    """Every name in an open directory, sorted, so that a scan goes the same way each time."""
+    with os.scandir(directory_fd) as entries:
+        return sorted(entry.name for entry in entries)

@@ -1,0 +1,155 @@
+"""disk: slabs as files in a directory of the user's. They live until they are deleted.
+
+    DIR/<namespace>/.lock              held while a coordinator uses the directory
+    DIR/<namespace>/<2 hex>/<key>.kvc  256 directories, so that none grows too long
+
+Taking a slab, in this order; a crash between any two steps leaves no name on the disk:
+
+    1. file without a name on the disk   2. space (ENOSPC here, not half-way)   3. copy, in the kernel
+    4. fdatasync   5. link   6. fsync of the directory   7. the hand-over in /dev/shm goes
+
+Owner: the coordinator's disk lane. Readers: workers, by positioned reads; they verify at every read.
+Invariants
+    I1  A name on the disk means complete and synchronised.
+    I2  A failed copy or fsync discards the file: after a failed fsync nobody knows what the disk has.
+Leans on
+    sendfile(2) copies between file systems without a pass through this process.
+    O_TMPFILE, which ext4, xfs, btrfs, tmpfs and overlayfs have.
+Leaves out: budgets, and what deserves a place on the disk (coordinator).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shmcache import shm
+from shmcache.errors import ConfigError, CorruptSlab, ForeignObject
+from shmcache.protocol import Tier as TierNumber
+from shmcache.shm import Names
+from shmcache.tiers.base import HandOver, Slab, Tier, file_name
+
+_CHUNK_BYTES = 4 << 20
+_LOCK = ".lock"
+
+
+class DiskTier(Tier):
+    """A directory on a file system that survives a reboot."""
+
+    number = TierNumber.DISK
+
+    def __init__(self, names: Names, directory: Path, write_bytes_per_s: int = 0) -> None:
+        """Open or make the directory. Raises ForeignObject, OSError.
+
+        write_bytes_per_s bounds the copy, 0 does not.
+        """
+        super().__init__(names.tier("disk") / "in")
+        self._write_bytes_per_s = write_bytes_per_s
+        self.path = directory / names.namespace
+        shm.make_directory(self.path)
+        self._root_fd = shm.open_directory(self.path)
+        self._fan_out: dict[int, int] = {}
+
+    def directory_fd(self, key: bytes) -> int:
+        """The directory of the key's first byte, made at first use."""
+        first = key[0]
+        if first not in self._fan_out:
+            path = self.path / f"{first:02x}"
+            shm.make_directory(path)
+            self._fan_out[first] = shm.open_directory(path)
+            os.fsync(self._root_fd)
+        return self._fan_out[first]
+
+    def directory_fds(self) -> Iterator[int]:
+        """Those that exist."""
+        for first in range(256):
+            if (self.path / f"{first:02x}").is_dir():
+                yield self.directory_fd(bytes([first]))
+
+    def link(self, handover: HandOver) -> Slab:
+        """Copy, synchronise, name (the numbered steps above)."""
+        directory_fd = self.directory_fd(handover.key)
+        name = file_name(handover.key)
+        source = shm.open_owned(handover.name, os.O_RDONLY, dir_fd=self.in_fd)
+        try:
+            target = shm.make_unnamed(directory_fd)  # 1
+            try:
+                size_bytes = os.fstat(source).st_size
+                shm.allocate(target, size_bytes)  # 2
+                self._copy(source, target, size_bytes)  # 3
+                os.fdatasync(target)  # 4
+                self._name(target, directory_fd, name, handover.key)  # 5
+            finally:
+                os.close(target)
+        finally:
+            os.close(source)
+        os.fsync(directory_fd)  # 6
+        self.refuse(handover)  # 7
+        return self.read(handover.key)
+
+    def remove(self, key: bytes) -> bool:
+        """Unlink, and synchronise the directory: what was forgotten stays forgotten."""
+        removed = super().remove(key)
+        os.fsync(self.directory_fd(key))
+        return removed
+
+    def close(self) -> None:
+        """End the view."""
+        for fd in (*self._fan_out.values(), self._root_fd):
+            os.close(fd)
+        self._fan_out.clear()
+        super().close()
+
+    def _copy(self, source: int, target: int, size_bytes: int) -> None:
+        began_s, done_bytes = time.monotonic(), 0
+        while done_bytes < size_bytes:
+            count = min(_CHUNK_BYTES, size_bytes - done_bytes)
+            copied_bytes = _send(source, target, done_bytes, count)
+            if copied_bytes == 0:
+                raise CorruptSlab(f"the hand-over ends at {done_bytes} of {size_bytes} bytes")
+            done_bytes += copied_bytes
+            self.move()
+            if self._write_bytes_per_s:
+                due_s = began_s + done_bytes / self._write_bytes_per_s
+                time.sleep(max(0.0, due_s - time.monotonic()))
+
+    def _name(self, target: int, directory_fd: int, name: str, key: bytes) -> None:
+        try:
+            shm.give_name(target, directory_fd, name)
+        except FileExistsError:
+            try:
+                self.read(key)
+            except (CorruptSlab, ForeignObject):
+                os.unlink(name, dir_fd=directory_fd)
+                shm.give_name(target, directory_fd, name)
+
+
+def _send(source: int, target: int, offset: int, count: int) -> int:
+    """Copy in the kernel, or by a read and a write where it does not offer that."""
+    os.lseek(target, offset, os.SEEK_SET)
+    try:
+        return os.sendfile(target, source, offset, count)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS):
+            raise
+    chunk = os.pread(source, count, offset)
+    shm.write_all(target, chunk, offset)
+    return len(chunk)
+
+
+def lock_directory(names: Names, directory: Path) -> int:
+    """A descriptor that keeps other coordinators out of the directory for as long as it is open.
+
+    Not part of the tier: a tier whose thread hangs is opened anew while the old one still stands.
+    Raises ForeignObject, OSError; ConfigError if another coordinator uses it.
+    """
+    path = directory / names.namespace
+    shm.make_directory(path)
+    fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    if shm.try_lock(fd):
+        return fd
+    os.close(fd)
+    raise ConfigError(f"disk directory {path} is used by another coordinator: start with another --disk-dir")
