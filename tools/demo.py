@@ -217,7 +217,12 @@ class CoordinatorProcess:
             text=True,
         )
         assert self._process.stdout is not None
-        if not self._process.stdout.readline():
+        try:
+            ready = self._process.stdout.readline()
+        except BaseException:  # whoever interrupts this has no handle to stop it by
+            self.stop()
+            raise
+        if not ready:
             raise ShmcacheError(f"the coordinator did not start (exit code {self.stop()})")
 
     def suspend(self) -> None:
