@@ -95,7 +95,7 @@ class AgentWorker:
 
     def __init__(self, settings: dict[str, Any], place: Place) -> None:
         # llama.cpp and numpy, which the asking process does not need.
-        from shmcache import attach  # noqa: PLC0415
+        from shmcache.client import attach  # noqa: PLC0415
         from shmcache.workers import SharedLlama  # noqa: PLC0415
 
         class Recorder(SharedLlama):
