@@ -14,9 +14,9 @@ Leaves out: mending. The coordinator mends at start and every 30 seconds; a find
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -29,8 +29,7 @@ from shmcache.protocol import Tier
 from shmcache.shm import SHM_ROOT, Mapping, Names
 from shmcache.slab import MappedSlab
 from shmcache.tiers.base import file_name
-
-_MEMORY_TIERS = (Tier.RAM, Tier.RAM_FILE)
+from shmcache.tiers.disk import disk_directory, disk_path
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -70,14 +69,14 @@ def _check(names: Names) -> Iterator[Finding]:
         yield Finding("segment", names.index_segment(epoch), "the epoch has no index")
         return
     with mapping, IndexReader(mapping.bytes) as reader:
-        yield from _check_index(names, reader)
+        yield from _check_index(names, epoch, reader)
 
 
-def _check_index(names: Names, reader: IndexReader) -> Iterator[Finding]:
+def _check_index(names: Names, epoch: int, reader: IndexReader) -> Iterator[Finding]:
     rows = [found.row for found in reader.rows()]
     yield from _check_blocks(reader, rows)
     for row in rows:
-        yield from _check_row(names, row)
+        yield from _check_row(names, epoch, row)
         found = reader.get(row.key)
         if found is None or found.row != row:
             yield Finding("row", row.key.hex(), "is not found by its key")
@@ -94,8 +93,7 @@ def _check_index(names: Names, reader: IndexReader) -> Iterator[Finding]:
         yield from _differs(f"bytes_{name}", figures[f"bytes_{name}"], held_bytes)
         if held_bytes + figures[f"charged_{name}"] > figures[f"budget_{name}"]:
             yield Finding("budget", name, f"{held_bytes} bytes are over {figures[f'budget_{name}']}")
-        if tier in _MEMORY_TIERS:
-            yield from _check_files(names, name, held)
+        yield from _check_files(names, epoch, tier, held)
     yield from _differs(
         "saves_reserved",
         figures["saves_reserved"],
@@ -103,10 +101,10 @@ def _check_index(names: Names, reader: IndexReader) -> Iterator[Finding]:
     )
 
 
-def _check_row(names: Names, row: Row) -> Iterator[Finding]:
+def _check_row(names: Names, epoch: int, row: Row) -> Iterator[Finding]:
     """The slab is there, whole, and says what the row says."""
-    path = names.tier(Tier(row.tier).name.lower()) / file_name(row.key)
     try:
+        path = _directory(names, epoch, Tier(row.tier), row.key) / file_name(row.key)
         slab = MappedSlab(Mapping.open(path))
     except (OSError, CorruptSlab, ForeignObject) as error:
         yield Finding("slab", row.key.hex(), str(error))
@@ -132,14 +130,21 @@ def _check_blocks(reader: IndexReader, rows: list[Row]) -> Iterator[Finding]:
             yield Finding("row", block_key.hex(), f"{count} rows share the tail {tail}")
 
 
-def _check_files(names: Names, tier: str, held: dict[str, Row]) -> Iterator[Finding]:
-    directory = names.tier(tier)
+def _check_files(names: Names, epoch: int, tier: Tier, held: dict[str, Row]) -> Iterator[Finding]:
+    name = tier.name.lower()
     with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(directory):  # noqa: PTH208 (names, not paths)
-            if name.endswith(".kvc") and name not in held:
-                yield Finding("file", f"{tier}/{name}", "no row names it")
-        for name in os.listdir(directory / "in"):  # noqa: PTH208
-            yield Finding("file", f"{tier}/in/{name}", "was handed over and is not adopted")
+        for path in (names.tier(name, epoch) / "in").iterdir():
+            yield Finding("file", f"{name}/in/{path.name}", "was handed over and is not taken")
+        directory = disk_directory(names) if tier is Tier.DISK else names.tier(name, epoch)
+        for path in directory.glob("*/*.kvc" if tier is Tier.DISK else "*.kvc"):
+            if path.name not in held:
+                yield Finding("file", f"{name}/{path.name}", "no row names it")
+
+
+def _directory(names: Names, epoch: int, tier: Tier, key: bytes) -> Path:
+    if tier is Tier.DISK:
+        return disk_path(disk_directory(names), key).parent
+    return names.tier(tier.name.lower(), epoch)
 
 
 def _check_pages(names: Names, *, lives: bool) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 
 import msgspec
@@ -37,8 +38,9 @@ from shmcache.errors import ConfigError, CorruptSlab, OutOfSpace
 from shmcache.index import Found
 from shmcache.key import PrefixWalk, RowAddress
 from shmcache.protocol import Plan, Tier, VerdictKind
-from shmcache.slab import KeptSlabs, MappedSlab, UnnamedSlab
+from shmcache.slab import KeptSlabs, MappedSlab, ReadBuffers, ReadSlab, UnnamedSlab
 from shmcache.tiers.base import HandOver, file_name
+from shmcache.tiers.disk import disk_directory, disk_path
 
 KEPT_MAPPING_BYTES = 1 << 30
 """How much a worker keeps mapped by default: twenty rows of 2,000 tokens of a small model."""
@@ -79,16 +81,22 @@ class CacheStatistics(msgspec.Struct, frozen=True):
 
 
 class Hit:
-    """A published row whose text is a prefix of the prompt: mapped and verified."""
+    """A published row whose text is a prefix of the prompt: mapped or read, and verified."""
 
-    def __init__(self, cache: Cache, found: Found, slab: MappedSlab) -> None:
+    def __init__(self, cache: Cache, found: Found, slab: MappedSlab | ReadSlab) -> None:
         self._cache = cache
+        self._slab = slab
         self.found = found
         self.image = slab.image
 
     def use(self) -> None:
         """Note that the row was restored; this keeps it warm."""
         self._cache.connection.touch(self.found.touch)
+
+    def close(self) -> None:
+        """The image is not looked at any more. A mapping stays with the cache, a buffer goes back."""
+        if isinstance(self._slab, ReadSlab):
+            self._slab.close()
 
 
 class Slab:
@@ -215,11 +223,13 @@ class Cache:
         _open_caches.add(self)
 
     def _start_over(self) -> None:
-        self._pid = os.getpid()
         self._kept = KeptSlabs(self._kept_mapping_bytes)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._helper: threading.Thread | None = None
+        self._buffers = ReadBuffers()
         self._in_fd = -1
+        self._in_path = Path()
+        self._disk: Path | None = None
 
     # ---- LOOKUP
 
@@ -250,11 +260,12 @@ class Cache:
 
     def _open(self, found: Found) -> Hit | None:
         row = found.row
+        slab: MappedSlab | ReadSlab | None
         with self._lock:
             slab = self._kept.get(row.key, found.word)
         try:
             if slab is None:
-                slab = self._map(found)
+                slab = self._read(found) if row.tier == Tier.DISK else self._map(found)
         except FileNotFoundError:
             return None  # Evicted since the index was read: a miss.
         except CorruptSlab as error:
@@ -268,17 +279,29 @@ class Cache:
 
     def _map(self, found: Found) -> MappedSlab:
         row = found.row
-        tier = Tier(row.tier).name.lower()
-        mapping = shm.Mapping.open(self.connection.names.tier(tier) / file_name(row.key))
-        slab = MappedSlab(mapping)
+        slab = MappedSlab(shm.Mapping.open(self.connection.tier_path(Tier(row.tier)) / file_name(row.key)))
         if slab.image.meta.key != row.key:
             slab.close()
             raise CorruptSlab("the slab holds the row of another key")
         self.count("mapped_slabs")
         with self._lock:
             self._kept.put(row.key, found.word, slab)
-            self.connection.state_mapped(self._kept.kept_bytes)
+            self.connection.state_mapped(self._kept.kept_bytes, self._kept.orphaned_bytes)
         self._start_helper()
+        return slab
+
+    def _read(self, found: Found) -> ReadSlab:
+        key = found.row.key
+        if self._disk is None:
+            self._disk = disk_directory(self.connection.names)
+        fd = shm.open_owned(disk_path(self._disk, key), os.O_RDONLY)
+        try:
+            slab = ReadSlab(fd, self._buffers)
+        finally:
+            os.close(fd)
+        if slab.image.meta.key != key:
+            raise CorruptSlab("the file holds the row of another key")
+        self.count("read_slabs")
         return slab
 
     def _drop(self, found: Found, why: str) -> None:
@@ -330,9 +353,12 @@ class Cache:
 
     def in_fd(self) -> int:
         """Directory that takes finished slabs of this cache's tier. Raises OSError, ForeignObject."""
-        if self._in_fd < 0:
-            tier = self.connection.names.tier(self.tier.name.lower())
-            self._in_fd = shm.open_directory(tier / "in")
+        path = self.connection.tier_path(self.tier) / "in"
+        if path != self._in_path:
+            fd, self._in_fd = self._in_fd, shm.open_directory(path)
+            self._in_path = path
+            if fd >= 0:
+                os.close(fd)
         return self._in_fd
 
     def flush(self, timeout_ms: int) -> bool:
@@ -397,7 +423,7 @@ class Cache:
 
         with self._lock:
             self._kept.let_go_where(has_left)
-            self.connection.state_mapped(self._kept.kept_bytes)
+            self.connection.state_mapped(self._kept.kept_bytes, self._kept.orphaned_bytes)
 
     # ---- leaving
 
@@ -441,14 +467,15 @@ def attach(
 
     Args:
         namespace: as given to shmcache-coordinator.
-        tier: where this worker's saves go: "ram_file".
+        tier: where this worker's saves go: "ram", "ram_file" or "disk".
         kept_mapping_bytes: bytes of slabs that stay mapped between requests.
     Raises:
         ConfigError: a namespace or a tier that cannot be.
     """
-    if tier != "ram_file":
-        raise ConfigError(f"tier ({tier}) must be ram_file")
-    return Cache(check_namespace(namespace), Tier.RAM_FILE, kept_mapping_bytes)
+    names = [number.name.lower() for number in Tier]
+    if tier not in names:
+        raise ConfigError(f"tier ({tier}) must be one of {', '.join(names)}")
+    return Cache(check_namespace(namespace), Tier[tier.upper()], kept_mapping_bytes)
 
 
 _open_caches: weakref.WeakSet[Cache] = weakref.WeakSet()

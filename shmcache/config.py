@@ -21,6 +21,7 @@ import msgspec
 from shmcache.errors import ConfigError
 
 NAMESPACE = re.compile(r"[a-z0-9-]{1,32}")
+SIZES = ("ram_bytes", "ram_file_bytes", "disk_bytes", "staging_bytes", "disk_write_bytes_per_s")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_ROWS_LIMIT = 4_000_000
 
@@ -48,23 +49,41 @@ def check_namespace(namespace: str) -> str:
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one coordinator.
 
-    namespace       whose index, slabs and queue these are.
-    ram_file_bytes  budget of the ram_file tier; None takes half of what /dev/shm has free at start,
-                    because the model's own buffers and other programs want the rest.
-    max_rows        capacity of the index in rows; 65,536 rows of 40 MB are 2.6 TB, more than any
-                    memory tier holds, in 30 MB of index.
-    log_level       of the coordinator's log on stderr.
+    namespace               whose index, slabs and queue these are.
+    ram_bytes               budget of the ram tier; 0, the default, means none: ram_file does the same
+                            work and survives the coordinator.
+    ram_file_bytes          budget of the ram_file tier; None takes half of what /dev/shm has free at
+                            start, because the model's buffers and other programs want the rest.
+    disk_dir                directory of the disk tier; None, the default, means none.
+    disk_bytes              its budget; None takes half of what the file system has free: disk is the
+                            cheap tier, and the largest.
+    staging_bytes           most that may be on its way to the disk in /dev/shm; None takes a quarter of
+                            the ram_file budget.
+    disk_write_bytes_per_s  bound of the copies to disk, which spares others who use it; 0: none.
+    max_rows                capacity of the index in rows; 65,536 rows of 40 MB are 2.6 TB, more than
+                            any memory tier holds, in 36 MB of index.
+    log_level               of the coordinator's log on stderr.
     """
 
     namespace: str = "default"
+    ram_bytes: int = 0
     ram_file_bytes: int | None = None
+    disk_dir: str | None = None
+    disk_bytes: int | None = None
+    staging_bytes: int | None = None
+    disk_write_bytes_per_s: int = 0
     max_rows: int = 65_536
     log_level: str = "info"
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
-        if self.ram_file_bytes is not None and self.ram_file_bytes < 1:
-            raise ConfigError(f"ram_file_bytes ({self.ram_file_bytes}) must be at least 1")
+        for name in SIZES:
+            value = getattr(self, name)
+            least = 0 if name in ("ram_bytes", "disk_write_bytes_per_s") else 1
+            if value is not None and value < least:
+                raise ConfigError(f"{name} ({value}) must be at least {least}")
+        if self.disk_dir is None and self.disk_bytes is not None:
+            raise ConfigError(f"disk_bytes ({self.disk_bytes}) needs disk_dir (none)")
         if not 1 <= self.max_rows <= MAX_ROWS_LIMIT:
             raise ConfigError(f"max_rows ({self.max_rows}) must be between 1 and {MAX_ROWS_LIMIT}")
         if self.log_level not in LOG_LEVELS:
@@ -133,8 +152,9 @@ def load(
             values[name] = from_environment
         if flags.get(name) is not None:
             values[name] = flags[name]
-    if values.get("ram_file_bytes") is not None:
-        values["ram_file_bytes"] = parse_size(values["ram_file_bytes"])
+    for name in SIZES:
+        if values.get(name) is not None:
+            values[name] = parse_size(values[name])
     try:
         return msgspec.convert(values, CoordinatorConfig, strict=False)
     except msgspec.ValidationError as error:

@@ -28,6 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypedDict
 
 import msgspec
@@ -38,7 +39,7 @@ from shmcache.errors import ForeignObject, NoCoordinator, ShmcacheError
 from shmcache.index import LAYOUT_HASH, IndexReader
 from shmcache.mq import RequestQueue
 from shmcache.page import COUNTER_INDEX, COUNTERS, MAILBOXES, Word, WorkerPage
-from shmcache.protocol import NO_MAILBOX, AnyReply, AnyRequest, Stale
+from shmcache.protocol import NO_MAILBOX, AnyReply, AnyRequest, Stale, Tier
 from shmcache.shm import SHM_ROOT, Names
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,13 @@ class Connection:
         if view is not None and control is not None and control.words[EPOCH_WORD] == view.epoch:
             return view.reader()
         return self._attach()
+
+    def tier_path(self, tier: Tier) -> Path:
+        """Where a tier's slabs are handed over and, in memory, lie. Raises NoCoordinator."""
+        view = self._view
+        if view is None:
+            raise NoCoordinator(self.names.namespace)
+        return self.names.tier(tier.name.lower(), view.epoch)
 
     @property
     def forget(self) -> int:
@@ -199,10 +207,11 @@ class Connection:
             if self._page is not None:
                 self._page.words[Word.UNNAMED] = self._unnamed_bytes
 
-    def state_mapped(self, kept_bytes: int) -> None:
-        """State how many bytes of slabs this worker keeps mapped."""
+    def state_mapped(self, kept_bytes: int, orphaned_bytes: int) -> None:
+        """State how many bytes of slabs this worker keeps mapped, and has let go but not everybody."""
         if self._page is not None:
             self._page.words[Word.MAPPED] = kept_bytes
+            self._page.words[Word.ORPHANED] = orphaned_bytes
 
     def fault(self, what: str, error: BaseException) -> None:
         """Count a fault of the cache, and log the first of its kind."""

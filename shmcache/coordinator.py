@@ -34,7 +34,7 @@ from itertools import islice
 
 import msgspec
 
-from shmcache.errors import CorruptSlab, ForeignObject
+from shmcache.errors import CorruptSlab, ForeignObject, mib
 from shmcache.index import Found, IndexWriter, Row
 from shmcache.key import identity_tag
 from shmcache.lru import NONE, UseOrder
@@ -389,6 +389,13 @@ class Coordinator:
                 use = WriteUse(found.row.key, self._order.hits[slot], self._order.used_unix_s[slot])
                 self._tiers[Tier(found.row.tier)].lane.submit(use)
         self._used_since_stored.clear()
+
+    def budgets(self) -> list[str]:
+        """Each tier's bytes and budget, for the log."""
+        return [
+            f"{state.number.name.lower()}={mib(state.used_bytes)} of {mib(state.budget_bytes)}"
+            for state in self._tiers.values()
+        ]
 
     def fold(self, counters: Mapping[str, int]) -> None:
         """Keep what a worker that is gone has counted."""

@@ -73,6 +73,7 @@ COUNTERS = (
     "reused_tokens",
     "prefilled_tokens",
     "mapped_slabs",
+    "read_slabs",
     "corrupt_rows",
     "restore_refused",
     "cache_faults",

@@ -25,11 +25,13 @@ import logging
 import os
 import random
 import select
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -55,6 +57,8 @@ from shmcache.mq import ServerQueue
 from shmcache.page import ClientPage, Word
 from shmcache.protocol import Tier
 from shmcache.shm import SHM_ROOT, Names
+from shmcache.tiers import base
+from shmcache.tiers.disk import DiskTier, announce_directory, lock_directory
 from shmcache.tiers.memory import MemoryTier
 from shmcache.tiers.supervisor import Lane
 
@@ -170,23 +174,40 @@ class Server:
             self._queue = stack.enter_context(closing(ServerQueue(names)))
             self._clients = stack.enter_context(closing(Clients(names)))
             epoch = random.SystemRandom().randrange(1, 1 << 63)
-            budget_bytes = _budget(settings, names)
             self._wake_fd = stack.enter_context(_event())
-            lane = Lane(lambda: MemoryTier(Tier.RAM_FILE, names.tier("ram_file")), self._wake)
-            stack.callback(lane.close)
+            budgets = _budgets(settings, names)
+            tiers = [
+                TierState(self._lane(stack, tier, epoch), budget_bytes, staging_bytes)
+                for tier, (budget_bytes, staging_bytes) in budgets.items()
+            ]
             self._segment = stack.enter_context(_segment(names, epoch, settings.max_rows))
             assert self._segment.buf is not None
             self._index = index.IndexWriter.create(self._segment.buf, settings.max_rows, epoch)
             stack.callback(self._index.close)
             self._coordinator = Coordinator(
-                self._index,
-                [TierState(lane, budget_bytes)],
-                epoch,
-                self._control.forget,
-                self._clients.unnamed_bytes,
+                self._index, tiers, epoch, self._control.forget, self._clients.unnamed_bytes
             )
             self._start(epoch)
             self._stack = stack.pop_all()
+
+    def _lane(self, stack: ExitStack, number: Tier, epoch: int) -> Lane:
+        """A tier on its own thread; ram's directory goes with this coordinator."""
+        names, settings = self._names, self._settings
+        path = names.tier(number.name.lower(), epoch)
+        open_tier: Callable[[], base.Tier]
+        if number is Tier.DISK:
+            directory = Path(settings.disk_dir or "")
+            stack.callback(os.close, lock_directory(names, directory))
+            open_tier = partial(DiskTier, names, directory, settings.disk_write_bytes_per_s)
+        else:
+            open_tier = partial(MemoryTier, number, path)
+        if number is Tier.RAM:
+            stack.callback(shutil.rmtree, path, ignore_errors=True)
+        lane = Lane(open_tier, self._wake)
+        stack.callback(lane.close)
+        if number is Tier.DISK:
+            announce_directory(names, directory)
+        return lane
 
     def _start(self, epoch: int) -> None:
         for client in self._clients.look():
@@ -198,15 +219,21 @@ class Server:
         self._index.set_stat("started_unix_s", _now().unix_s)
         self._control.open_epoch(epoch, LAYOUT, _now().unix_s)
         self._clients.wake_all()
+        self._remove_older(epoch)
+        self._ready = (
+            f"shmcache-coordinator ready: namespace={self._settings.namespace} pid={os.getpid()} "
+            f"epoch={epoch:016x} rows={rows} max_rows={self._settings.max_rows} "
+            + " ".join(self._coordinator.budgets())
+        )
+
+    def _remove_older(self, epoch: int) -> None:
+        """What coordinators before this one named, now that nobody is led there any more."""
         for segment in self._names.epoch_segments():
             if f".{epoch:016x}." not in segment.name:
                 shm.unlink_quietly(segment)
-        figures = self._coordinator.statistics()
-        self._ready = (
-            f"shmcache-coordinator ready: namespace={self._settings.namespace} pid={os.getpid()} "
-            f"epoch={epoch:016x} rows={rows} ram_file={mib(figures['bytes_ram_file'])} "
-            f"of {mib(figures['budget_ram_file'])} max_rows={self._settings.max_rows}"
-        )
+        for path in self._names.directory.glob("ram.*"):
+            if path != self._names.tier("ram", epoch):
+                shutil.rmtree(path, ignore_errors=True)
 
     @property
     def ready(self) -> str:
@@ -300,13 +327,13 @@ def _now() -> Now:
     return Now(int(time.time()))
 
 
-def _budget(settings: CoordinatorConfig, names: Names) -> int:
-    """The ram_file budget, checked against what /dev/shm can hold beside the index.
+def _budgets(settings: CoordinatorConfig, names: Names) -> dict[Tier, tuple[int, int]]:
+    """Budget and staging bytes of each tier that is wanted, checked against what the machine has free.
 
     What the namespace's own slabs hold already counts as free: they are the budget's.
     """
-    held_bytes = sum(entry.stat().st_size for entry in names.tier("ram_file").glob("*.kvc"))
     index_bytes = index.segment_bytes(settings.max_rows)
+    held_bytes = sum(entry.stat().st_size for entry in names.directory.glob("ram*/*.kvc"))
     old_bytes = sum(segment.stat().st_size for segment in names.epoch_segments())
     free_bytes = shm.free_bytes() + held_bytes + old_bytes - index_bytes
     if free_bytes < MIB:
@@ -316,15 +343,42 @@ def _budget(settings: CoordinatorConfig, names: Names) -> int:
             shm.free_bytes(),
             f"start with a smaller --max-rows (now {settings.max_rows}) or give the container --shm-size 1g",
         )
-    if settings.ram_file_bytes is None:
-        return free_bytes // 2
-    if settings.ram_file_bytes > free_bytes:
+    ram_file_bytes = settings.ram_file_bytes
+    if ram_file_bytes is None:
+        ram_file_bytes = max(MIB, (free_bytes - settings.ram_bytes) // 2)
+    staging_bytes = 0
+    if settings.disk_dir is not None:
+        staging_bytes = settings.staging_bytes or ram_file_bytes // 4
+    wanted_bytes = settings.ram_bytes + ram_file_bytes + (settings.staging_bytes or 0)
+    if wanted_bytes > free_bytes:
         raise ConfigError(
             f"/dev/shm has {mib(free_bytes)} free beside the index, ram_file needs "
-            f"{mib(settings.ram_file_bytes)}: start with --ram-file-bytes {free_bytes * 3 // 4 // MIB}M "
-            f"or give the container --shm-size {_rounded_up(settings.ram_file_bytes + index_bytes)}"
+            f"{mib(wanted_bytes)} (ram and staging included): start with --ram-file-bytes "
+            f"{free_bytes * 3 // 4 // MIB}M or give the container --shm-size "
+            f"{_rounded_up(wanted_bytes + index_bytes)}"
         )
-    return settings.ram_file_bytes
+    budgets = {}
+    if settings.ram_bytes:
+        budgets[Tier.RAM] = (settings.ram_bytes, 0)
+    budgets[Tier.RAM_FILE] = (ram_file_bytes, 0)
+    if settings.disk_dir is not None:
+        budgets[Tier.DISK] = (_disk_budget(settings, Path(settings.disk_dir), names), staging_bytes)
+    return budgets
+
+
+def _disk_budget(settings: CoordinatorConfig, directory: Path, names: Names) -> int:
+    if not directory.is_dir():
+        raise ConfigError(f"disk_dir ({directory}) is no directory: make it first, for this user alone")
+    held_bytes = sum(entry.stat().st_size for entry in directory.glob(f"{names.namespace}/*/*.kvc"))
+    free_bytes = shm.free_bytes(directory) + held_bytes
+    if settings.disk_bytes is None:
+        return free_bytes // 2
+    if settings.disk_bytes > free_bytes:
+        raise ConfigError(
+            f"{directory} has {mib(free_bytes)} free, disk needs {mib(settings.disk_bytes)}: "
+            f"start with --disk-bytes {free_bytes * 3 // 4 // MIB}M or another --disk-dir"
+        )
+    return settings.disk_bytes
 
 
 def _rounded_up(size_bytes: int) -> str:
@@ -398,6 +452,21 @@ def arguments() -> argparse.ArgumentParser:
         "--ram-file-bytes",
         metavar="SIZE",
         help="budget in /dev/shm, as 512M or 2G; default: half of what is free",
+    )
+    parser.add_argument(
+        "--ram-bytes", metavar="SIZE", help="budget of the tier that ends with the coordinator; default: 0"
+    )
+    parser.add_argument("--disk-dir", metavar="DIR", help="directory of the disk tier; default: no disk tier")
+    parser.add_argument(
+        "--disk-bytes", metavar="SIZE", help="its budget; default: half of what is free there"
+    )
+    parser.add_argument(
+        "--staging-bytes",
+        metavar="SIZE",
+        help="most in /dev/shm on its way to disk; default: a quarter of ram_file",
+    )
+    parser.add_argument(
+        "--disk-write-bytes-per-s", metavar="SIZE", help="bound of the copies to disk; default: none"
     )
     parser.add_argument("--max-rows", type=int, metavar="N", help="capacity of the index; default: 65536")
     parser.add_argument("--log-level", choices=config.LOG_LEVELS, help="default: info")

@@ -2,7 +2,8 @@
 
 Layout of one namespace; everything below the directory is mode 0600, directories 0700:
 
-    /dev/shm/shmcache.<uid>.<namespace>/     control   pages/   fifo/   ram_file/   ram_file/in/
+    /dev/shm/shmcache.<uid>.<namespace>/     control  pages/  fifo/
+                                             ram.<epoch>/  ram_file/  disk/, each with in/
     /dev/shm/shmcache.<uid>.<namespace>.<epoch>.index            segment
     /shmcache.<uid>.<namespace>                                  message queue
 
@@ -30,6 +31,7 @@ import mmap
 import os
 import stat
 import struct
+import weakref
 from pathlib import Path
 from types import TracebackType
 
@@ -59,9 +61,17 @@ class Names:
         self.fifos = self.directory / "fifo"
         self.queue = f"/{self._flat}"
 
-    def tier(self, name: str) -> Path:
-        """Directory of a memory tier; `in/` below it takes the slabs that workers hand over."""
-        return self.directory / name
+    def tier(self, name: str, epoch: int) -> Path:
+        """A tier's directory in /dev/shm; `in/` below it takes the slabs that workers hand over.
+
+        Only ram is the epoch's own: it ends with its coordinator.
+        """
+        return self.directory / (f"{name}.{epoch:016x}" if name == "ram" else name)
+
+    @property
+    def disk_link(self) -> Path:
+        """A file that tells workers where the disk tier's directory is."""
+        return self.directory / "disk" / "where"
 
     def index_segment(self, epoch: int) -> str:
         """Name of an epoch's index segment, as multiprocessing.shared_memory takes it."""
@@ -228,15 +238,21 @@ class Mapping:
         finally:
             os.close(fd)
 
-    def close(self) -> None:
-        """End our view; the kernel unmaps when the last view of anybody ends."""
+    def close(self) -> weakref.ref[mmap.mmap] | None:
+        """End our view; the kernel unmaps when the last view of anybody ends.
+
+        Returns a reference that lives as long as somebody else's view does, None where nobody has one.
+        """
         mapped, self._mmap = self._mmap, None
         if mapped is None:
-            return
+            return None
         self.words.release()
-        with contextlib.suppress(BufferError):
-            self.bytes.release()
+        self.bytes.release()
+        try:
             mapped.close()
+        except BufferError:
+            return weakref.ref(mapped)
+        return None
 
     def __enter__(self) -> Mapping:
         return self

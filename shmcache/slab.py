@@ -1,4 +1,4 @@
-"""Slabs in a worker: one in the making, and the ones that it keeps mapped.
+"""Slabs in a worker: one in the making, the ones that it keeps mapped, and one read from disk.
 
     prepare   unnamed file, allocated, mapped, populated        helper thread, beside the prefill
     payload   the state is copied out of the context            the request's thread: the only wait
@@ -11,24 +11,30 @@ Invariants
     I1  A slab has no name until it is complete: what dies before leaves nothing.
     I2  A mapping was summed when it was made; kept, it is immutable and is not summed again.
     I3  A kept mapping is let go when its row has left, when its bytes are wanted for another, and
-        never under a reader: its pages live as long as the last view.
+        never under a reader: its pages live as long as the last view, and are reported until then.
+    I4  What is read from disk is summed at every read; its buffer is used again only when nobody has
+        a view of it.
 Leans on
     posix_fallocate says ENOSPC where a first touch would be a SIGBUS.
     MADV_POPULATE_WRITE (Linux 5.14) faults all pages in one call, and ctypes releases the GIL around
     it; without it the first copy faults them, which is slower and just as right.
+    A bytearray refuses to change its length while anybody has a view of it.
 Leaves out: what is saved and when (workers), bytes and names of messages (client).
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from crc32c import crc32c
 
 from shmcache import kvc, shm
+from shmcache.errors import CorruptSlab
 from shmcache.shm import Mapping
 
 _MADV_POPULATE_WRITE = 23
@@ -101,9 +107,57 @@ class MappedSlab:
             mapping.close()
             raise
 
+    def close(self) -> weakref.ref[mmap.mmap] | None:
+        """Let go; pages live on under whoever still has a view (shm.Mapping.close)."""
+        return self._mapping.close()
+
+
+class ReadBuffers:
+    """Buffers for slabs from disk: a fresh one of 47 MB costs more in page faults than its read."""
+
+    def __init__(self) -> None:
+        self._free: list[bytearray] = []
+
+    def take(self, size_bytes: int) -> bytearray:
+        """A buffer of at least so many bytes; its content is whatever it was."""
+        buffer = self._free.pop() if self._free else bytearray()
+        return buffer if len(buffer) >= size_bytes else bytearray(size_bytes)
+
+    def give_back(self, buffer: bytearray) -> None:
+        """Use it again, unless somebody still looks at it (I4)."""
+        try:
+            buffer.append(0)
+        except BufferError:
+            return
+        if not self._free:
+            self._free.append(buffer)
+
+
+class ReadSlab:
+    """A slab read from disk into a buffer, and verified. Its views end at close()."""
+
+    def __init__(self, fd: int, buffers: ReadBuffers) -> None:
+        """Read, parse and sum. Raises CorruptSlab, OSError."""
+        self.size_bytes = os.fstat(fd).st_size
+        self._buffers = buffers
+        self._buffer = buffers.take(self.size_bytes)
+        with memoryview(self._buffer) as whole:
+            view = whole[: self.size_bytes]
+        done_bytes = 0
+        while done_bytes < self.size_bytes:
+            read_bytes = os.preadv(fd, [view[done_bytes:]], done_bytes)
+            if read_bytes == 0:
+                raise CorruptSlab(f"the file ends at {done_bytes} of {self.size_bytes} bytes")
+            done_bytes += read_bytes
+        self.image = kvc.parse(view)
+        kvc.verify_payload(self.image)
+        view.release()
+
     def close(self) -> None:
-        """Let go; pages live on under whoever still has a view."""
-        self._mapping.close()
+        """End the views and let the buffer be used again."""
+        self.image.payload.release()
+        self.image.token_ids.release()
+        self._buffers.give_back(self._buffer)
 
 
 class KeptSlabs:
@@ -112,7 +166,14 @@ class KeptSlabs:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._slabs: OrderedDict[bytes, tuple[int, MappedSlab]] = OrderedDict()
+        self._orphans: list[tuple[weakref.ref[mmap.mmap], int]] = []
         self.kept_bytes = 0
+
+    @property
+    def orphaned_bytes(self) -> int:
+        """Bytes let go that somebody still looks at."""
+        self._orphans = [(orphan, size) for orphan, size in self._orphans if orphan() is not None]
+        return sum(size for _orphan, size in self._orphans)
 
     def get(self, key: bytes, word: int) -> MappedSlab | None:
         """The mapping of this very publication, if it is kept."""
@@ -139,8 +200,10 @@ class KeptSlabs:
         """Close one mapping, if it is kept."""
         kept = self._slabs.pop(key, None)
         if kept is not None:
-            self.kept_bytes -= kept[1].size_bytes
-            kept[1].close()
+            slab = kept[1]
+            self.kept_bytes -= slab.size_bytes
+            if (orphan := slab.close()) is not None:
+                self._orphans.append((orphan, slab.size_bytes))
 
     def let_go_where(self, has_left: Callable[[bytes, int], bool]) -> None:
         """Close all mappings whose row has left the index."""

@@ -46,7 +46,7 @@ class DiskTier(Tier):
 
         write_bytes_per_s bounds the copy, 0 does not.
         """
-        super().__init__(names.tier("disk") / "in")
+        super().__init__(names.tier("disk", 0) / "in")
         self._write_bytes_per_s = write_bytes_per_s
         self.path = directory / names.namespace
         shm.make_directory(self.path)
@@ -57,7 +57,7 @@ class DiskTier(Tier):
         """The directory of the key's first byte, made at first use."""
         first = key[0]
         if first not in self._fan_out:
-            path = self.path / f"{first:02x}"
+            path = disk_path(self.path, key).parent
             shm.make_directory(path)
             self._fan_out[first] = shm.open_directory(path)
             os.fsync(self._root_fd)
@@ -125,6 +125,27 @@ class DiskTier(Tier):
             except (CorruptSlab, ForeignObject):
                 os.unlink(name, dir_fd=directory_fd)
                 shm.give_name(target, directory_fd, name)
+
+
+def disk_path(directory: Path, key: bytes) -> Path:
+    """Where the slab of a key lies below `DIR/<namespace>`."""
+    return directory / f"{key[0]:02x}" / file_name(key)
+
+
+def disk_directory(names: Names) -> Path:
+    """`DIR/<namespace>` of a running coordinator, for its workers. Raises OSError, ForeignObject."""
+    fd = shm.open_owned(names.disk_link, os.O_RDONLY)
+    try:
+        return Path(os.fsdecode(os.read(fd, 4096)))
+    finally:
+        os.close(fd)
+
+
+def announce_directory(names: Names, directory: Path) -> None:
+    """Tell workers where the disk tier is; a new file each time, so that no reader sees half a path."""
+    shm.unlink_quietly(names.disk_link)
+    content = os.fsencode(directory.resolve() / names.namespace)
+    shm.make_complete_file(names.disk_link, content, size_bytes=len(content))
 
 
 def _send(source: int, target: int, offset: int, count: int) -> int:
