@@ -31,9 +31,10 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 def parse_size(value: str | int) -> int:
     """Bytes from `48M`, `1.5GiB`, `512k` or a plain number. Raises ConfigError."""
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return value
-    match = _SIZE.fullmatch(value.strip())
+    # A settings file may hold anything here: a fraction, a list, a table.
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         raise ConfigError(f"{value!r} is not a size: write bytes, or a number with K, M, G or T")
     return int(float(match[1]) * _UNITS[match[2].lower()])
@@ -166,7 +167,7 @@ def _read_file(file: Path, names: tuple[str, ...]) -> dict[str, Any]:
     try:
         with file.open("rb") as stream:
             table = tomllib.load(stream)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # not TOML, or not even UTF-8
         raise ConfigError(f"settings file {file}: {error}") from error
     values = {name.replace("-", "_"): value for name, value in table.items()}
     if unknown := sorted(set(values) - set(names)):

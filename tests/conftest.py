@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import Namespace
 
 from shmcache.tools.clean import remove
 from shmcache.tools.demo import CoordinatorProcess
@@ -43,3 +44,10 @@ def coordinator(namespace: str) -> Iterator[CoordinatorProcess]:
     process = CoordinatorProcess(f"--namespace={namespace}", "--ram-file-bytes=256M", "--max-rows=1024")
     yield process
     process.stop()
+
+
+@pytest.fixture
+def space() -> Iterator[Namespace]:
+    """A namespace whose coordinator the test starts, kills and restarts; nothing of it is left."""
+    with Namespace() as made:
+        yield made
