@@ -37,7 +37,7 @@ from shmcache.connection import FAULTS, Connection
 from shmcache.errors import ConfigError, CorruptSlab, OutOfSpace
 from shmcache.index import Found
 from shmcache.key import PrefixWalk, RowAddress
-from shmcache.protocol import Plan, Tier, VerdictKind
+from shmcache.protocol import Plan, Tier, Verdict, VerdictKind
 from shmcache.slab import KeptSlabs, MappedSlab, ReadBuffers, ReadSlab, UnnamedSlab
 from shmcache.tiers.base import HandOver, file_name
 from shmcache.tiers.disk import disk_directory, disk_path
@@ -71,6 +71,17 @@ class SavePlan(msgspec.Struct, frozen=True, kw_only=True):
     text_bytes: int
     payload_offset: int
     payload_bytes: int
+
+
+class Grants(msgspec.Struct, frozen=True):
+    """What a reserve was given.
+
+    slabs  in the order of the plans; None for a row that is there already, is held or has no room.
+    held   key of the first missing row where somebody else is making it: wait for that, or go on alone.
+    """
+
+    slabs: list[Slab | None]
+    held: bytes | None = None
 
 
 class CacheStatistics(msgspec.Struct, frozen=True):
@@ -312,15 +323,13 @@ class Cache:
 
     # ---- SAVE
 
-    def reserve(self, plans: Sequence[SavePlan], base: bytes | None, forget: int) -> list[Slab | None]:
+    def reserve(self, plans: Sequence[SavePlan], base: bytes | None, forget: int) -> Grants:
         """Ask for all missing rows of a prompt at once; slabs are made ready on the helper thread.
 
         Args:
             plans: in the order of the prompt; at most protocol.MAX_PLANS.
             base: key of the row that was used.
             forget: the forget number under which the sequence began.
-        Returns:
-            A Slab for each plan that was granted, None for one that is there, held or has no room.
         """
         answer = self.connection.ask(
             lambda head: protocol.Reserve(
@@ -329,7 +338,7 @@ class Cache:
             RESERVE_TIMEOUT_MS * 1_000_000,
         )
         if not isinstance(answer, protocol.Reserved) or len(answer.verdicts) != len(plans):
-            return [None] * len(plans)
+            return Grants([None] * len(plans))
         slabs: list[Slab | None] = []
         for plan, verdict in zip(plans, answer.verdicts, strict=True):
             if verdict.kind == "granted":
@@ -339,7 +348,16 @@ class Cache:
             else:
                 self.count(_VERDICT_COUNTERS[verdict.kind])
                 slabs.append(None)
-        return slabs
+        return Grants(slabs, _held(plans, answer.verdicts))
+
+    def wait(self, key: bytes, timeout_ms: int) -> bool:
+        """Wait until the save of a key that is in flight has ended; whether its row is there then.
+
+        Ends early when its owner lets go, dies or is stuck, and when there is no coordinator.
+        """
+        self.count("waited")
+        answer = self.connection.ask(lambda head: protocol.Await(**head, key=key), timeout_ms * 1_000_000)
+        return isinstance(answer, protocol.Outcome) and answer.published
 
     def _wire(self, plan: SavePlan) -> Plan:
         address = plan.address
@@ -455,6 +473,14 @@ class Cache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _held(plans: Sequence[SavePlan], verdicts: Sequence[Verdict]) -> bytes | None:
+    """The key of the first missing row, where somebody else holds it."""
+    for plan, verdict in zip(plans, verdicts, strict=True):
+        if verdict.kind != "present":
+            return plan.address.key if verdict.kind == "held" and plan.address is not None else None
+    return None
 
 
 def attach(

@@ -15,6 +15,8 @@ from shmcache.tools.model import model_path
 
 # ggml starts gdb on abort, which stops the test run instead of failing the test.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+# Threads that wait in a busy loop for each other take minutes where other work shares the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _namespaces = 0
 

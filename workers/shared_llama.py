@@ -471,7 +471,7 @@ class SharedLlama(llama_cpp.Llama):
         ]
         slabs: list[Slab | None] = []
         with self._cache_edge("reserve"):
-            slabs = cache.reserve(plans, trail.base_key(), trail.forget)
+            slabs = cache.reserve(plans, trail.base_key(), trail.forget).slabs
         granted = zip(missing, slabs, strict=False)
         return {anchor + shift: slab for anchor, slab in granted if slab is not None}
 
@@ -537,7 +537,8 @@ class SharedLlama(llama_cpp.Llama):
         if not policy.reply_is_saved(most, self._gates):
             return
         with self._cache_edge("reserve"):
-            [request.slab] = cache.reserve([author.reply_plan(most, trail)], trail.base_key(), trail.forget)
+            plans = [author.reply_plan(most, trail)]
+            [request.slab] = cache.reserve(plans, trail.base_key(), trail.forget).slabs
 
     def _finish(self, request: Request) -> Report:
         """Cut the cells back to what the client saw, save them, and say what the cache did."""
