@@ -4,12 +4,12 @@ One segment of shared memory, every word 8 bytes, native and aligned. Two hash t
 rows by their key, and blocks by the key of a text up to its last multiple of 1,024 bytes, each with a
 bitmap of the tail lengths that its rows have.
 
-         0 ┌───────────────┐ header and statistics
-      4096 ├───────────────┤ row tags        1 byte a slot: the first byte of its key
+         0 ┌───────────────┐ row tags        1 byte a slot: the first byte of its key
            ├───────────────┤ rows          128 bytes a slot
            ├───────────────┤ block tags      1 byte a slot
            ├───────────────┤ blocks         48 bytes a slot
            ├───────────────┤ bitmaps       128 bytes a slot: bit t = some row of this block has tail t
+    -4,096 ├───────────────┤ header and statistics, last so that a row's slot is the offset of its tag
            └───────────────┘ 8 slots are a bucket
 
     offset size name          writer       meaning
@@ -43,10 +43,9 @@ bitmap of the tail lengths that its rows have.
         44    4 check         coordinator  as a row's
 
 A key belongs into two buckets, named by two words of its own, and may lie in any of their 16 slots. A
-new one goes into its first bucket while that is not half full, then into the emptier of the two: most
-lookups end after one probe, and both are full only by rare chance (at max_rows rows fill 5 of 8 slots,
-blocks 4.5 at most; of 6.5 million publishes into a full table 227 met two full row buckets, of 20
-million 3 met two full block buckets).
+new one goes into its first bucket while 3 slots or more are free there, then into the emptier of the two.
+At max_rows rows fill 4.5 of 8 slots, blocks the same at most: 93 % of keys lie in their first bucket (78
+% after long churn), and of 6.5 million publishes into a full table 26 met two full buckets.
 
 Publish: each step is one copy or one word store, in this order.
     P1 body         body and check of a free slot, whose word is 0
@@ -144,24 +143,27 @@ ROW_BYTES = 128
 BLOCK_ENTRY_BYTES = 48
 BITMAP_BYTES = BLOCK_BYTES // 8
 
-# How full buckets are at max_rows. At 6 of 8 one publish in a hundred into a churning table would meet
-# two full buckets; rows can afford 5 because one leaves early then, blocks only 4.5 because one is refused.
-ROWS_PER_BUCKET = 5.0
-BLOCKS_PER_BUCKET = 4.5
+# How full buckets are at max_rows, and how full the first one may get before the second is looked at.
+# With 5 and 4 of 8, 40 % of keys would end up in their second bucket; with 6 and 4 one publish in a
+# hundred into a full, churning table would meet two full buckets.
+USED_PER_BUCKET = 4.5
+PREFER_FIRST_BELOW = 6
 
 _MAGIC = int.from_bytes(b"shmcidx1", "little")
 _MAGIC_WORD, _LAYOUT_WORD, _EPOCH_WORD, _MAX_ROWS_WORD, _ROW_BUCKETS_WORD, _BLOCK_BUCKETS_WORD = range(6)
 _REPLACEMENTS_WORD = 8
-_STATS_WORD = 64
+_STATS_WORD = 64  # these are words of the header
 _STAT_WORD = {name: _STATS_WORD + number for number, name in enumerate(STAT_NAMES)}
 assert len(STAT_NAMES) <= 256
 
 _PUBLISHED = 1
 _ROW = struct.Struct("<Q32s32sQQQIIHBB16x")
 _BLOCK = struct.Struct("<Q32s4x")
+_KEY = slice(8, 40)  # of either entry
 _CHECK = struct.Struct("<I")
 # Of a key: its tag, and the words that name its first and second bucket.
 _places: Callable[[bytes], tuple[bytes, int, int]] = struct.Struct("<c7xII16x").unpack
+_first_place: Callable[[bytes], tuple[bytes, int]] = struct.Struct("<c7xI20x").unpack
 assert _ROW.size + _CHECK.size == ROW_BYTES
 assert _BLOCK.size + _CHECK.size == BLOCK_ENTRY_BYTES
 
@@ -249,24 +251,25 @@ class _Layout:
     """Where everything of a segment lies, from its two bucket counts."""
 
     def __init__(self, row_buckets: int, block_buckets: int) -> None:
-        self.rows = _Table(HEADER_BYTES, row_buckets, ROW_BYTES)
+        self.rows = _Table(0, row_buckets, ROW_BYTES)
         self.blocks = _Table(self.rows.end, block_buckets, BLOCK_ENTRY_BYTES)
         self.bitmaps = self.blocks.end
-        self.end = self.bitmaps + self.blocks.slots * BITMAP_BYTES
+        self.segment_bytes = _aligned(self.bitmaps + self.blocks.slots * BITMAP_BYTES, 4096) + HEADER_BYTES
 
     @classmethod
     def of(cls, max_rows: int) -> _Layout:
         # Two more, so that a table for a handful of rows has a choice at all.
-        return cls(int(max_rows / ROWS_PER_BUCKET) + 2, int(max_rows / BLOCKS_PER_BUCKET) + 2)
+        buckets = int(max_rows / USED_PER_BUCKET) + 2
+        return cls(buckets, buckets)
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // ROW_BYTES) * ROW_BYTES
+def _aligned(offset: int, to: int = ROW_BYTES) -> int:
+    return -(-offset // to) * to
 
 
 def segment_bytes(max_rows: int) -> int:
-    """Return the size of a segment for `max_rows` rows: 545 bytes each."""
-    return _Layout.of(max_rows).end
+    """Return the size of a segment for `max_rows` rows, 545 bytes each: whole pages of 4,096 bytes."""
+    return _Layout.of(max_rows).segment_bytes
 
 
 class IndexReader:
@@ -281,24 +284,25 @@ class IndexReader:
         layout = _layout_of(buffer)
         self._raw = _beneath(buffer)
         self._find = self._raw.find
-        self._words = buffer[: buffer.nbytes & ~7].cast("Q")
+        self._words = buffer.cast("Q")
+        self._header = self._words[-HEADER_BYTES // 8 :]
         self._rows, self._blocks, self._bitmaps = layout.rows, layout.blocks, layout.bitmaps
-        # For the hot paths. The word of the row whose tag is at offset `at` is words[at * 16 + shift].
-        self._row_buckets, self._row_tags = layout.rows.buckets, layout.rows.tags
-        self._row_shift = (layout.rows.entries - ROW_BYTES * layout.rows.tags) // 8
-        self._block_buckets, self._block_tags = layout.blocks.buckets, layout.blocks.tags
-        self._replacements = self._words[_REPLACEMENTS_WORD]
+        # For the hot paths: the publish words of rows, by slot, and what else they need.
+        self._row_words = self._words[self._rows.entries // 8 : self._rows.end // 8 : ROW_BYTES // 8]
+        self._row_buckets, self._rows_at = self._rows.buckets, self._rows.entries
+        self._block_buckets, self._block_tags = self._blocks.buckets, self._blocks.tags
+        self._replacements = self._header[_REPLACEMENTS_WORD]
         self._second_probes = self._retries = self._lost = 0
 
     @property
     def epoch(self) -> int:
         """The epoch of the coordinator that made this segment."""
-        return self._words[_EPOCH_WORD]
+        return self._header[_EPOCH_WORD]
 
     @property
     def max_rows(self) -> int:
         """What the segment was made for. The caller keeps to it: beyond it buckets overflow more often."""
-        return self._words[_MAX_ROWS_WORD]
+        return self._header[_MAX_ROWS_WORD]
 
     @property
     def slots(self) -> int:
@@ -306,47 +310,47 @@ class IndexReader:
         return self._rows.slots
 
     def __len__(self) -> int:
-        return self._words[_STAT_WORD["rows"]]
+        return self._header[_STAT_WORD["rows"]]
 
     def get(self, key: bytes) -> Found | None:
         """Return the published row of a 32-byte key, or None."""
-        words, find, tags = self._words, self._find, self._row_tags
-        tag, first, second = _places(key)
-        bucket = first % self._row_buckets * SLOTS + tags
-        at = find(tag, bucket, bucket + SLOTS)  # 1
-        if at < 0:
+        tag, first = _first_place(key)
+        bucket = first % self._row_buckets * SLOTS
+        slot = self._find(tag, bucket, bucket + SLOTS)  # 1
+        if slot < 0:
             self._second_probes += 1
-            bucket = second % self._row_buckets * SLOTS + tags
-            at = find(tag, bucket, bucket + SLOTS)
-            if at < 0:
-                return None if words[_REPLACEMENTS_WORD] == self._replacements else self._search(key)  # 7
-        place = at * 16 + self._row_shift
-        word = words[place]  # 2
-        entry = place << 3
+            tag, _, second = _places(key)
+            bucket = second % self._row_buckets * SLOTS
+            slot = self._find(tag, bucket, bucket + SLOTS)
+            if slot < 0:
+                return None if self._header[_REPLACEMENTS_WORD] == self._replacements else self._search(key)
+        words = self._row_words
+        word = words[slot]  # 2
+        entry = slot * ROW_BYTES + self._rows_at
         image = self._raw[entry : entry + ROW_BYTES]  # 3
-        if crc32c(image) == _SOUND and words[place] == word != 0 and image[8:40] == key:  # 4, 5, 6
-            return Found(image, at - tags, word)
+        if crc32c(image) == _SOUND and words[slot] == word and image[_KEY] == key and word:  # 4, 5, 6
+            return Found(image, slot, word)
         return self._search(key)
 
     def _search(self, key: bytes) -> Found | None:
         """The whole algorithm, twice at most; `get` is its first match and its plain miss, unrolled."""
-        words, find, tags = self._words, self._find, self._row_tags
-        tag, first, second = _places(key)
+        tag, *choices = _places(key)
+        words = self._row_words
         for is_last in (False, True):
             differs = False
-            for choice in (first, second):
-                bucket = choice % self._row_buckets * SLOTS + tags
-                at = find(tag, bucket, bucket + SLOTS)  # 1
-                while at >= 0:
-                    place = at * 16 + self._row_shift
-                    if word := words[place]:  # 2
-                        image = self._raw[place << 3 : (place << 3) + ROW_BYTES]  # 3
-                        if crc32c(image) != _SOUND or words[place] != word:  # 4, 5
+            for choice in choices:
+                bucket = choice % self._row_buckets * SLOTS
+                slot = self._find(tag, bucket, bucket + SLOTS)  # 1
+                while slot >= 0:
+                    if word := words[slot]:  # 2
+                        entry = slot * ROW_BYTES + self._rows_at
+                        image = self._raw[entry : entry + ROW_BYTES]  # 3
+                        if crc32c(image) != _SOUND or words[slot] != word:  # 4, 5
                             differs = True
-                        elif image[8:40] == key:  # 6
-                            return Found(image, at - tags, word)
-                    at = find(tag, at + 1, bucket + SLOTS)
-            replacements = words[_REPLACEMENTS_WORD]  # 7
+                        elif image[_KEY] == key:  # 6
+                            return Found(image, slot, word)
+                    slot = self._find(tag, slot + 1, bucket + SLOTS)
+            replacements = self._header[_REPLACEMENTS_WORD]  # 7
             if not differs and replacements == self._replacements:
                 return None
             self._replacements = replacements
@@ -404,7 +408,7 @@ class IndexReader:
                 entry = self._blocks.entry(slot)
                 if word := words[entry >> 3]:
                     image = self._raw[entry : entry + BLOCK_ENTRY_BYTES]
-                    if crc32c(image) == _SOUND and words[entry >> 3] == word and image[8:40] == block_key:
+                    if crc32c(image) == _SOUND and words[entry >> 3] == word and image[_KEY] == block_key:
                         return slot, word
                 at = find(tag, at + 1, bucket + SLOTS)
         return -1, 0
@@ -413,10 +417,10 @@ class IndexReader:
         """Return the row in a slot, or None: free, changing just now, or no such slot."""
         if not 0 <= slot < self._rows.slots:
             return None
+        word = self._row_words[slot]
         entry = self._rows.entry(slot)
-        word = self._words[entry >> 3]
         image = self._raw[entry : entry + ROW_BYTES]
-        if crc32c(image) == _SOUND and self._words[entry >> 3] == word != 0:
+        if crc32c(image) == _SOUND and self._row_words[slot] == word != 0:
             return Found(image, slot, word)
         return None
 
@@ -424,7 +428,7 @@ class IndexReader:
         """Yield all rows, in no order: for people and for checks."""
         for start in range(0, self._rows.slots, _SCAN_SLOTS):
             count = min(_SCAN_SLOTS, self._rows.slots - start)
-            for slot, word in enumerate(self._entry_words(self._rows, start, count), start):
+            for slot, word in enumerate(self._row_words[start : start + count].tolist(), start):
                 if word and (found := self.at(slot)) is not None:
                     yield found
 
@@ -445,7 +449,7 @@ class IndexReader:
 
     def stats(self) -> dict[str, int]:
         """Return the coordinator's figures by name."""
-        return {name: self._words[word] for name, word in _STAT_WORD.items()}
+        return {name: self._header[word] for name, word in _STAT_WORD.items()}
 
     def statistics(self) -> ReaderStatistics:
         """Return this reader's own counts."""
@@ -453,7 +457,8 @@ class IndexReader:
 
     def close(self) -> None:
         """End this view, so that its mapping can be closed. No call may follow."""
-        self._words.release()
+        for view in (self._row_words, self._header, self._words):
+            view.release()
         del self._raw, self._find
 
     def __enter__(self) -> Self:
@@ -465,17 +470,12 @@ class IndexReader:
 
 def _layout_of(buffer: memoryview) -> _Layout:
     """What a segment says of itself, or LayoutMismatch."""
-    if buffer.nbytes < HEADER_BYTES:
+    if buffer.nbytes < HEADER_BYTES or buffer.nbytes % 4096:
         raise LayoutMismatch(LAYOUT_HASH, 0)
-    with buffer[:HEADER_BYTES].cast("Q") as words:
-        theirs = words[_LAYOUT_WORD] if words[_MAGIC_WORD] == _MAGIC else 0
-        layout = _Layout(words[_ROW_BUCKETS_WORD], words[_BLOCK_BUCKETS_WORD])
-    if (
-        theirs != LAYOUT_HASH
-        or buffer.nbytes < layout.end
-        or not layout.rows.buckets
-        or not layout.blocks.buckets
-    ):
+    with buffer[-HEADER_BYTES:].cast("Q") as header:
+        theirs = header[_LAYOUT_WORD] if header[_MAGIC_WORD] == _MAGIC else 0
+        layout = _Layout(header[_ROW_BUCKETS_WORD], header[_BLOCK_BUCKETS_WORD])
+    if theirs != LAYOUT_HASH or buffer.nbytes != layout.segment_bytes:
         raise LayoutMismatch(LAYOUT_HASH, theirs)
     return layout
 
@@ -498,17 +498,19 @@ class IndexWriter(IndexReader):
 
     @classmethod
     def create(cls, buffer: memoryview, max_rows: int, epoch: int) -> Self:
-        """Lay out an empty index in zeroed memory of at least `segment_bytes(max_rows)`."""
+        """Lay out an empty index in zeroed memory of `segment_bytes(max_rows)` bytes."""
         layout = _Layout.of(max_rows)
-        if max_rows < 1 or buffer.nbytes < layout.end:
-            raise ValueError(f"{max_rows} rows need {layout.end} bytes, and the segment has {buffer.nbytes}")
-        with buffer[:HEADER_BYTES].cast("Q") as words:
-            words[_LAYOUT_WORD] = LAYOUT_HASH
-            words[_EPOCH_WORD] = epoch
-            words[_MAX_ROWS_WORD] = max_rows
-            words[_ROW_BUCKETS_WORD] = layout.rows.buckets
-            words[_BLOCK_BUCKETS_WORD] = layout.blocks.buckets
-            words[_MAGIC_WORD] = _MAGIC
+        if max_rows < 1 or buffer.nbytes != layout.segment_bytes:
+            raise ValueError(
+                f"{max_rows} rows need {layout.segment_bytes} bytes, and the segment has {buffer.nbytes}"
+            )
+        with buffer[-HEADER_BYTES:].cast("Q") as header:
+            header[_LAYOUT_WORD] = LAYOUT_HASH
+            header[_EPOCH_WORD] = epoch
+            header[_MAX_ROWS_WORD] = max_rows
+            header[_ROW_BUCKETS_WORD] = layout.rows.buckets
+            header[_BLOCK_BUCKETS_WORD] = layout.blocks.buckets
+            header[_MAGIC_WORD] = _MAGIC
         return cls(buffer)
 
     def publish(self, row: Row, coldest: Callable[[Sequence[int]], int]) -> Published | None:
@@ -535,7 +537,8 @@ class IndexWriter(IndexReader):
         if replaced is None:
             self._add("rows", 1)
         else:
-            self._store(_REPLACEMENTS_WORD * 8, self._words[_REPLACEMENTS_WORD] + 1)  # P8 replaced
+            place = len(self._words) * 8 - HEADER_BYTES + _REPLACEMENTS_WORD * 8
+            self._store(place, self._words[place >> 3] + 1)  # P8 replaced
             self._store(self._rows.entry(replaced.slot), 0)  # P9 old word
         return Published(slot, word, evicted, replaced)
 
@@ -613,7 +616,7 @@ class IndexWriter(IndexReader):
         first_free, second_free = first_words.count(0), second_words.count(0)
         if not first_free and not second_free:
             return -1
-        if first_free > SLOTS // 2 or first_free >= second_free:
+        if first_free > SLOTS - PREFER_FIRST_BELOW or first_free >= second_free:
             return first + first_words.index(0)
         return second + second_words.index(0)
 
@@ -627,10 +630,10 @@ class IndexWriter(IndexReader):
 
     def set_stat(self, name: str, value: int) -> None:
         """Show a figure, 0 to 2**64 - 1, to everybody. Raises KeyError for a name not in STAT_NAMES."""
-        self._words[_STAT_WORD[name]] = value
+        self._header[_STAT_WORD[name]] = value
 
     def _add(self, name: str, change: int) -> None:
-        self._words[_STAT_WORD[name]] += change
+        self._header[_STAT_WORD[name]] += change
 
     def _store(self, offset: int, word: int) -> None:
         self._words[offset >> 3] = word
