@@ -16,20 +16,17 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
-from shmcache.control import ControlPage
-from shmcache.control import Word as ControlWord
-from shmcache.errors import CorruptSlab, ForeignObject, LayoutMismatch, NoCoordinator
+from shmcache.errors import CorruptSlab, ForeignObject, NoCoordinator
 from shmcache.index import IndexReader, Row
-from shmcache.page import ClientPage
 from shmcache.protocol import Tier
-from shmcache.shm import SHM_ROOT, Mapping, Names
+from shmcache.shm import Mapping
 from shmcache.slab import MappedSlab
 from shmcache.tiers.base import file_name
-from shmcache.tiers.disk import disk_directory, disk_path
+from shmcache.tiers.disk import disk_directory
+from shmcache.view import View, look
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -46,37 +43,29 @@ def check(namespace: str) -> list[Finding]:
     Raises:
         ForeignObject: the namespace's directory or control page is not ours.
     """
-    return list(_check(Names(namespace)))
-
-
-def _check(names: Names) -> Iterator[Finding]:
     try:
-        control = ControlPage.open(names)
+        with look(namespace) as view:
+            return list(_check(view))
     except NoCoordinator:
-        return
-    with contextlib.closing(control):
-        epoch = control.words[ControlWord.EPOCH]
-        lives = control.coordinator_lives()
-    for segment in names.epoch_segments():
-        if f".{epoch:016x}." not in segment.name:
+        return []
+
+
+def _check(view: View) -> Iterator[Finding]:
+    for segment in view.names.epoch_segments():
+        if f".{view.epoch:016x}." not in segment.name:
             yield Finding("segment", segment.name, "belongs to no epoch")
-    yield from _check_pages(names, lives=lives)
-    if epoch == 0:
-        return
-    try:
-        mapping = Mapping.open(SHM_ROOT / names.index_segment(epoch))
-    except FileNotFoundError:
-        yield Finding("segment", names.index_segment(epoch), "the epoch has no index")
-        return
-    with mapping, IndexReader(mapping.bytes) as reader:
-        yield from _check_index(names, epoch, reader)
+    yield from _check_pages(view)
+    if view.reader is not None:
+        yield from _check_index(view, view.reader)
+    elif view.epoch:
+        yield Finding("segment", view.names.index_segment(view.epoch), "the epoch has no index")
 
 
-def _check_index(names: Names, epoch: int, reader: IndexReader) -> Iterator[Finding]:
+def _check_index(view: View, reader: IndexReader) -> Iterator[Finding]:
     rows = [found.row for found in reader.rows()]
     yield from _check_blocks(reader, rows)
     for row in rows:
-        yield from _check_row(names, epoch, row)
+        yield from _check_row(view, row)
         found = reader.get(row.key)
         if found is None or found.row != row:
             yield Finding("row", row.key.hex(), "is not found by its key")
@@ -93,7 +82,7 @@ def _check_index(names: Names, epoch: int, reader: IndexReader) -> Iterator[Find
         yield from _differs(f"bytes_{name}", figures[f"bytes_{name}"], held_bytes)
         if held_bytes + figures[f"charged_{name}"] > figures[f"budget_{name}"]:
             yield Finding("budget", name, f"{held_bytes} bytes are over {figures[f'budget_{name}']}")
-        yield from _check_files(names, epoch, tier, held)
+        yield from _check_files(view, tier, held)
     yield from _differs(
         "saves_reserved",
         figures["saves_reserved"],
@@ -101,11 +90,10 @@ def _check_index(names: Names, epoch: int, reader: IndexReader) -> Iterator[Find
     )
 
 
-def _check_row(names: Names, epoch: int, row: Row) -> Iterator[Finding]:
+def _check_row(view: View, row: Row) -> Iterator[Finding]:
     """The slab is there, whole, and says what the row says."""
     try:
-        path = _directory(names, epoch, Tier(row.tier), row.key) / file_name(row.key)
-        slab = MappedSlab(Mapping.open(path))
+        slab = MappedSlab(Mapping.open(view.slab_path(Tier(row.tier), row.key)))
     except (OSError, CorruptSlab, ForeignObject) as error:
         yield Finding("slab", row.key.hex(), str(error))
         return
@@ -130,40 +118,31 @@ def _check_blocks(reader: IndexReader, rows: list[Row]) -> Iterator[Finding]:
             yield Finding("row", block_key.hex(), f"{count} rows share the tail {tail}")
 
 
-def _check_files(names: Names, epoch: int, tier: Tier, held: dict[str, Row]) -> Iterator[Finding]:
+def _check_files(view: View, tier: Tier, held: dict[str, Row]) -> Iterator[Finding]:
     name = tier.name.lower()
     with contextlib.suppress(FileNotFoundError):
-        for path in (names.tier(name, epoch) / "in").iterdir():
+        directory = view.names.tier(name, view.epoch)
+        for path in (directory / "in").iterdir():
             yield Finding("file", f"{name}/in/{path.name}", "was handed over and is not taken")
-        directory = disk_directory(names) if tier is Tier.DISK else names.tier(name, epoch)
-        for path in directory.glob("*/*.kvc" if tier is Tier.DISK else "*.kvc"):
+        slabs = disk_directory(view.names).glob("*/*.kvc") if tier is Tier.DISK else directory.glob("*.kvc")
+        for path in slabs:
             if path.name not in held:
                 yield Finding("file", f"{name}/{path.name}", "no row names it")
 
 
-def _directory(names: Names, epoch: int, tier: Tier, key: bytes) -> Path:
-    if tier is Tier.DISK:
-        return disk_path(disk_directory(names), key).parent
-    return names.tier(tier.name.lower(), epoch)
-
-
-def _check_pages(names: Names, *, lives: bool) -> Iterator[Finding]:
+def _check_pages(view: View) -> Iterator[Finding]:
     """With a coordinator that lives, dead workers leave nothing."""
     living = set()
+    for name, page in view.pages():
+        if page is None:
+            yield Finding("page", name, "is not a page of ours")
+        elif page.lives():
+            living.add(name)
+        elif view.coordinator_runs:
+            yield Finding("page", name, "its worker is gone")
     with contextlib.suppress(FileNotFoundError):
-        for path in names.pages.iterdir():
-            try:
-                with contextlib.closing(ClientPage(names, int(path.name, 16))) as page:
-                    if page.lives():
-                        living.add(path.name)
-                    elif lives:
-                        yield Finding("page", path.name, "its worker is gone")
-            except (ValueError, ForeignObject, LayoutMismatch) as error:
-                yield Finding("page", path.name, str(error))
-            except FileNotFoundError:
-                continue
-        for path in names.fifos.iterdir():
-            if lives and path.name.partition(".")[0] not in living:
+        for path in view.names.fifos.iterdir():
+            if view.coordinator_runs and path.name.partition(".")[0] not in living:
                 yield Finding("fifo", path.name, "its worker is gone")
 
 

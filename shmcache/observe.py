@@ -11,20 +11,13 @@ Leaves out: whether the figures agree with each other (check).
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator
 
 import msgspec
 
-from shmcache.control import ControlPage
-from shmcache.control import Word as ControlWord
-from shmcache.errors import ForeignObject, LayoutMismatch
-from shmcache.index import IndexReader
-from shmcache.page import COUNTERS, ClientPage
-from shmcache.page import Word as PageWord
+from shmcache.page import COUNTERS, Word
 from shmcache.protocol import Tier
-from shmcache.shm import SHM_ROOT, Mapping, Names
+from shmcache.view import View, look
 
 REASONS = ("cold", "continued", "finish", "evict", "shutdown")
 
@@ -39,11 +32,16 @@ class TierFigures(msgspec.Struct, frozen=True):
 
 
 class WorkerFigures(msgspec.Struct, frozen=True):
-    """One worker that lives: pid for people, bytes it keeps mapped or holds without a name."""
+    """One worker that lives.
+
+    pid is for people; orphaned_bytes are of rows that have left and are still looked at,
+    unnamed_bytes of slabs in the making.
+    """
 
     client: str
     pid: int
     mapped_bytes: int
+    orphaned_bytes: int
     unnamed_bytes: int
     counters: dict[str, int]
 
@@ -76,22 +74,19 @@ def observe(namespace: str) -> Observation:
         NoCoordinator: the namespace does not exist.
         ForeignObject, LayoutMismatch: it is not ours, or not of this build.
     """
-    names = Names(namespace)
-    with contextlib.closing(ControlPage.open(names)) as control:
-        epoch = control.words[ControlWord.EPOCH]
-        running = control.coordinator_lives()
-        pid = control.words[ControlWord.PID] if running else 0
-    figures, max_rows = _index_figures(names, epoch)
-    workers = list(_workers(names))
+    with look(namespace) as view:
+        figures = view.reader.stats() if view.reader is not None else {}
+        max_rows = view.reader.max_rows if view.reader is not None else 0
+        workers = list(_workers(view))
     counters = {
         name: figures.get(f"gone_{name}", 0) + sum(worker.counters[name] for worker in workers)
         for name in COUNTERS
     }
     return Observation(
         namespace=namespace,
-        coordinator_running=running,
-        coordinator_pid=pid,
-        epoch=f"{epoch:016x}",
+        coordinator_running=view.coordinator_runs,
+        coordinator_pid=view.coordinator_pid,
+        epoch=f"{view.epoch:016x}",
         started_unix_s=figures.get("started_unix_s", 0),
         rows=figures.get("rows", 0),
         max_rows=max_rows,
@@ -111,34 +106,17 @@ def observe(namespace: str) -> Observation:
     )
 
 
-def _index_figures(names: Names, epoch: int) -> tuple[dict[str, int], int]:
-    """The coordinator's statistics and max_rows; empty where no index can be read."""
-    if epoch == 0:
-        return {}, 0
-    try:
-        mapping = Mapping.open(SHM_ROOT / names.index_segment(epoch))
-    except FileNotFoundError:
-        return {}, 0
-    with mapping, IndexReader(mapping.bytes) as reader:
-        return reader.stats(), reader.max_rows
-
-
-def _workers(names: Names) -> Iterator[WorkerFigures]:
-    with contextlib.suppress(FileNotFoundError), os.scandir(names.pages) as entries:
-        for name in sorted(entry.name for entry in entries):
-            try:
-                page = ClientPage(names, int(name, 16))
-            except (FileNotFoundError, ValueError, ForeignObject, LayoutMismatch):
-                continue
-            with contextlib.closing(page):
-                if page.lives():
-                    yield WorkerFigures(
-                        name,
-                        page.words[PageWord.PID],
-                        page.words[PageWord.MAPPED],
-                        page.words[PageWord.UNNAMED],
-                        page.counters(),
-                    )
+def _workers(view: View) -> Iterator[WorkerFigures]:
+    for name, page in view.pages():
+        if page is not None and page.lives():
+            yield WorkerFigures(
+                name,
+                page.words[Word.PID],
+                page.words[Word.MAPPED],
+                page.words[Word.ORPHANED],
+                page.words[Word.UNNAMED],
+                page.counters(),
+            )
 
 
 def _dropped(figures: dict[str, int], counters: dict[str, int]) -> dict[str, int]:

@@ -33,7 +33,7 @@ def observation(**changes: object) -> Observation:
         "evictions": 5,
         "corrupt_rows": 1,
         "counters": {**NO_COUNTS, "reused_tokens": 900, "prefilled_tokens": 100, "uncached": 2},
-        "workers": [WorkerFigures("a" * 16, 2**31 - 1, 1 << 20, 0, {**NO_COUNTS, "hit_exact": 2})],
+        "workers": [WorkerFigures("a" * 16, 2**31 - 1, 1 << 20, 0, 0, {**NO_COUNTS, "hit_exact": 2})],
     }
     return Observation(**{**values, **changes})  # type: ignore[arg-type]
 

@@ -16,9 +16,15 @@ from types import ModuleType
 
 from shmcache.config import check_namespace
 from shmcache.errors import ConfigError, ShmcacheError
-from shmcache.tools import clean, demo, stat
+from shmcache.tools import check, clean, demo, explain, stat
 
-SUBCOMMANDS: dict[str, ModuleType] = {"stat": stat, "clean": clean, "demo": demo}
+SUBCOMMANDS: dict[str, ModuleType] = {
+    "stat": stat,
+    "check": check,
+    "explain": explain,
+    "clean": clean,
+    "demo": demo,
+}
 USAGE_ERROR = 2
 
 
