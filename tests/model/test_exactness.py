@@ -1,0 +1,75 @@
+"""The heart of it: what is restored decodes to the same bits as what was never interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import pytest
+from model import tiny
+from model.cold import Answer, ask, cold_logits, largest_difference
+from model.conftest import OPTIONS, MakeLlama
+
+from shmcache import Cache
+
+SYSTEM = {"role": "system", "content": "You answer shortly and to the point. Tools: none of them. " * 12}
+QUESTION = {"role": "user", "content": "Which colours does the flag of Iceland have, and since when? " * 3}
+OTHER_QUESTION = {"role": "user", "content": "Name the rivers that run through Vienna, the largest one first. " * 3}
+NEXT_QUESTION = {"role": "user", "content": "And what do they stand for?"}
+
+FULL_ATTENTION = [
+    pytest.param({"flash_attn": False}, id="plain-f16"),
+    pytest.param({"flash_attn": True}, id="flash-f16"),
+    pytest.param({"flash_attn": False, "type_k": llama_cpp.GGML_TYPE_Q8_0}, id="plain-q8_0"),
+    pytest.param(
+        {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0},
+        id="flash-q8_0",
+    ),
+]
+
+
+def next_turn(chat: list[dict[str, str]], answer: Answer) -> list[dict[str, str]]:
+    return [*chat, {"role": "assistant", "content": answer.text}, NEXT_QUESTION]
+
+
+@pytest.mark.parametrize("options", FULL_ATTENTION)
+@pytest.mark.parametrize("kind", ["smollm2", *tiny.KINDS])
+def test_a_restored_conversation_equals_the_same_one_never_interrupted(
+    kind: str,
+    options: dict[str, Any],
+    cache: Cache,
+    worker: MakeLlama,
+    tiny_models: dict[str, Path],
+    smollm2: Path,
+) -> None:
+    path = smollm2 if kind == "smollm2" else tiny_models[kind]
+    unbroken = worker(path, **options)
+    saving, restoring, third = (worker(path, cache, **options) for _ in range(3))
+    chat = [SYSTEM, QUESTION]
+
+    uncached = ask(unbroken, chat)
+    cold = ask(saving, chat)
+    cache.flush(5_000)
+    again = ask(restoring, chat)
+    other = ask(third, [SYSTEM, OTHER_QUESTION])
+    live = ask(unbroken, next_turn(chat, cold))
+    resumed = ask(third, next_turn(chat, cold))
+
+    assert (cold.report.cache_hit_kind, cold.report.source) == ("cold", "")
+    assert (again.report.cache_hit_kind, again.report.source) == ("exact", "shared")
+    assert (other.report.cache_hit_kind, other.report.source) == ("partial", "shared")
+    assert (live.report.cache_hit_kind, live.report.source) == ("partial", "live")
+    assert (resumed.report.cache_hit_kind, resumed.report.source) == ("partial", "shared")
+    assert again.report.prefilled_tokens == 1
+    assert live.report.reused_tokens == resumed.report.reused_tokens
+
+    assert largest_difference(uncached.logits, cold.logits) == 0
+    assert largest_difference(again.logits, cold.logits) == 0
+    assert largest_difference(resumed.logits, live.logits) == 0
+    assert resumed.pieces == live.pieces
+    stock = llama_cpp.Llama(str(path), **OPTIONS, **options)
+    never_interrupted = cold_logits(stock, resumed.tokens, resumed.pieces)
+    assert largest_difference(cold.logits, never_interrupted) == 0
+    assert largest_difference(resumed.logits, never_interrupted) == 0
+    assert largest_difference(other.logits, cold_logits(stock, other.tokens, other.pieces)) == 0
