@@ -37,16 +37,17 @@ LAYERS: dict[str, str] = {
     "tiers": "shm key kvc protocol slab",
     "decisions.table": "index shm",
     "decisions.db": "index",
+    "view": "shm key kvc protocol control page index tiers",
     "coordinator": "policy reservation claims lru protocol key kvc index tiers page control decisions.table "
     "decisions.db",
     "connection": "shm protocol mq control page index",
     "client": "connection shm key identity kvc policy reservation protocol mq control page index slab tiers",
-    "observe": "shm protocol control page index",
-    "check": "observe shm key kvc protocol control page index slab tiers",
+    "observe": "protocol page view",
+    "check": "shm protocol index slab tiers view",
     "decisions": "client",
     "server": "coordinator connection shm key kvc protocol mq control page index slab tiers",
     "workers": "shm key identity kvc policy page slab client decisions",
-    "tools": "shm key identity kvc policy mq control page client observe check server workers decisions",
+    "tools": "shm key identity kvc policy protocol mq control page index client view observe check server workers decisions",
 }
 EVERYBODY = {"errors", "config"}
 
