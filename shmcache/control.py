@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 from enum import IntEnum
 
 from shmcache import shm
@@ -68,6 +69,9 @@ class ControlPage:
             fd = shm.open_owned(names.control, os.O_RDONLY)
         except FileNotFoundError as error:
             raise NoCoordinator(names.namespace) from error
+        if os.fstat(fd).st_size < SIZE_BYTES:
+            os.close(fd)
+            raise NoCoordinator(names.namespace)  # damaged: the next coordinator makes it good
         return cls(fd)
 
     def epoch(self, layout: int) -> int:
@@ -101,14 +105,18 @@ class OwnedControlPage(ControlPage):
         content = struct.pack("<Q", _MAGIC)
         shm.make_complete_file(names.control, content, size_bytes=SIZE_BYTES)
         fd = shm.open_owned(names.control, os.O_RDWR)
+        if not shm.try_lock(fd):
+            pid = int.from_bytes(os.pread(fd, 8, 8 * Word.PID), sys.byteorder)
+            os.close(fd)
+            raise AlreadyRunning(names.namespace, pid)
         if os.fstat(fd).st_size != SIZE_BYTES:
             os.ftruncate(fd, SIZE_BYTES)
             shm.allocate(fd, SIZE_BYTES)
         page = cls(fd, writable=True)
-        if not shm.try_lock(fd):
-            pid = page.words[Word.PID]
-            page.close()
-            raise AlreadyRunning(names.namespace, pid)
+        if page.words[Word.MAGIC] != _MAGIC:
+            # Something else was written here. None of its words is believed, least of all a number
+            # that never goes back.
+            page._mapping.bytes[:] = bytes(SIZE_BYTES)
         page.words[Word.MAGIC] = _MAGIC
         page.words[Word.PID] = os.getpid()
         return page

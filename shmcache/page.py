@@ -61,6 +61,7 @@ SIZE_BYTES = MAILBOX_OFFSET + MAILBOXES * MAILBOX_BYTES
 _MAGIC = int.from_bytes(b"shmcpag2", "little")
 _COUNTER_WORD = 512 // 8
 _RING_WORD = 4096 // 8
+_RING_READABLE = RING_WORDS - 1  # the oldest one may be in the middle of being overwritten
 _REPLY_HEAD = struct.Struct("<II")
 
 # Appended to, never reordered. `save_dropped_*` is a save that did not happen, and why.
@@ -144,19 +145,27 @@ class WorkerPage(_PageView):
         directory_fd = shm.open_directory(names.pages)
         try:
             self._fd = shm.make_unnamed(directory_fd)
-            shm.allocate(self._fd, SIZE_BYTES)
-            super().__init__(Mapping(self._fd, SIZE_BYTES, writable=True), client)
-            for word, value in (
-                (Word.MAGIC, _MAGIC),
-                (Word.LAYOUT, LAYOUT),
-                (Word.CLIENT, client),
-                (Word.PID, os.getpid()),
-            ):
-                self.words[word] = value
-            shm.try_lock(self._fd)
-            shm.give_name(self._fd, directory_fd, self._path.name)
+            try:
+                self._fill(directory_fd, client)
+            except BaseException:
+                # /dev/shm may be full for hours, and we are asked again every second.
+                os.close(self._fd)
+                raise
         finally:
             os.close(directory_fd)
+
+    def _fill(self, directory_fd: int, client: int) -> None:
+        shm.allocate(self._fd, SIZE_BYTES)
+        super().__init__(Mapping(self._fd, SIZE_BYTES, writable=True), client)
+        for word, value in (
+            (Word.MAGIC, _MAGIC),
+            (Word.LAYOUT, LAYOUT),
+            (Word.CLIENT, client),
+            (Word.PID, os.getpid()),
+        ):
+            self.words[word] = value
+        shm.try_lock(self._fd)
+        shm.give_name(self._fd, directory_fd, self._path.name)
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter. The caller serialises threads (client)."""
@@ -173,11 +182,9 @@ class WorkerPage(_PageView):
         if mailbox in self._fifos:
             return
         path = self._fifo_directory / f"{self.client:016x}.{mailbox}"
-        os.mkfifo(path, 0o600)
+        shm.make_fifo(path)
         # Read and write: with a writer of our own there is no hang-up to spin on.
-        fd = shm.open_owned(path, os.O_RDWR, kind=stat.S_IFIFO)
-        os.fchmod(fd, 0o600)
-        self._fifos[mailbox] = fd
+        self._fifos[mailbox] = shm.open_owned(path, os.O_RDWR, kind=stat.S_IFIFO)
 
     def reply(self, mailbox: int, request: int) -> bytes | None:
         """The reply to `request`, or None if it is not there yet (I3)."""
@@ -242,8 +249,8 @@ class ClientPage(_PageView):
         except BaseException:
             os.close(self._fd)
             raise
-        # Touches before this coordinator's time mean rows of another index.
-        self._touches_seen = self.words[Word.TOUCHES]
+        # Touches before this coordinator's time name rows of another index: none of this one's.
+        self._touches_seen = max(0, self.words[Word.TOUCHES] - _RING_READABLE)
         self.touches_missed = 0
 
     def lives(self) -> bool:
@@ -253,10 +260,10 @@ class ClientPage(_PageView):
     def drain_touches(self) -> list[int]:
         """Touch words since the last call, oldest first; those overwritten meanwhile are counted."""
         head = self.words[Word.TOUCHES]
-        first = max(self._touches_seen, head - RING_WORDS)
+        first = max(self._touches_seen, head - _RING_READABLE)
         touches = [self.words[_RING_WORD + n % RING_WORDS] for n in range(first, head)]
         # The owner may have gone round while we copied: what it has overtaken is not what we wanted.
-        overtaken = max(0, self.words[Word.TOUCHES] - RING_WORDS - first)
+        overtaken = max(0, self.words[Word.TOUCHES] - _RING_READABLE - first)
         self.touches_missed += first - self._touches_seen + overtaken
         self._touches_seen = head
         return touches[overtaken:]

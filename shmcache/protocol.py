@@ -27,7 +27,7 @@ from typing import Annotated, Literal
 import msgspec
 from crc32c import crc32c
 
-NO_MAILBOX = 255
+NO_MAILBOX = 16  # one behind the last mailbox of a page: any number beyond it is refused unread
 MESSAGE_BYTES = 8192
 MAX_PLANS = 16
 VERSION = 2

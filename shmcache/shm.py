@@ -11,7 +11,7 @@ Owner: this module owns no object; it owns the rules by which all others are mad
 Invariants
     I1  Nothing is opened through a symbolic link, and nothing is used before fstat said: our uid,
         no permission for anybody else, the kind that we expect.
-    I2  Modes are set by fchmod, so that no umask widens or narrows them.
+    I2  Modes are set after creation, on the object itself, so that no umask widens or narrows them.
     I3  A file without a name is complete before it gets one.
 Leans on
     O_TMPFILE on tmpfs: a process killed before the link leaves nothing.
@@ -78,8 +78,20 @@ class Names:
         return f"{self._flat}.{epoch:016x}.index"
 
     def epoch_segments(self) -> list[Path]:
-        """Every segment of this namespace that exists, of whatever epoch."""
-        return sorted(SHM_ROOT.glob(f"{self._flat}.{'[0-9a-f]' * 16}.*"))
+        """Every segment of this namespace that exists, of whatever epoch.
+
+        /dev/shm is open to all: what another user puts there under such a name is none.
+        """
+        named = SHM_ROOT.glob(f"{self._flat}.{'[0-9a-f]' * 16}.*")
+        return sorted(path for path in named if _is_own_file(path))
+
+
+def _is_own_file(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def check_owned(fd: int, name: str, kind: int) -> os.stat_result:
@@ -97,10 +109,24 @@ def make_directory(path: Path) -> None:
     except FileExistsError:
         os.close(open_directory(path))
         return
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    set_mode(path, 0o700)
+    os.close(open_directory(path))
+
+
+def make_fifo(path: Path) -> None:
+    """A FIFO of mode 0600; one that is there already stays, and is checked when it is opened."""
     try:
-        os.fchmod(fd, 0o700)
-        check_owned(fd, str(path), stat.S_IFDIR)
+        os.mkfifo(path, 0o600)
+    except FileExistsError:
+        return
+    set_mode(path, 0o600)
+
+
+def set_mode(path: Path, mode: int) -> None:
+    """Set the mode of what we have just made, also where the umask took our own permissions (I2)."""
+    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        Path(f"/proc/self/fd/{fd}").chmod(mode)
     finally:
         os.close(fd)
 
@@ -225,8 +251,9 @@ class Mapping:
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool) -> None:
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        self._mmap: mmap.mmap | None = mmap.mmap(fd, size_bytes, access=access)
-        self.bytes = memoryview(self._mmap)
+        # mmap refuses an empty file with a ValueError; to us it is a file whose bytes are not valid.
+        self._mmap: mmap.mmap | None = mmap.mmap(fd, size_bytes, access=access) if size_bytes else None
+        self.bytes = memoryview(self._mmap if self._mmap is not None else b"")
         self.words = self.bytes[: size_bytes & ~7].cast("Q")
 
     @classmethod
