@@ -70,7 +70,7 @@ Readers: every process, through IndexReader over a read-only mapping, without a 
     2 load the word; 0: the next match
     3 copy the entry
     4 verify the check over the copy, word included
-    5 load the word again; where the check or the word differs: the next match, and once more from 1
+    5 load the word again; where the check or the word differs: the next match, then once more from 1
     6 compare the whole key; another: the next match
     7 at a miss: if `replacements` is not what this reader saw last, once more from 1, because the new
       row may have come behind the reader's back while the old one left before its eyes
@@ -162,7 +162,8 @@ _BLOCK = struct.Struct("<Q32s4x")
 _KEY = slice(8, 40)  # of either entry
 _CHECK = struct.Struct("<I")
 # Of a key: its tag, and the words that name its first and second bucket.
-_places: Callable[[bytes], tuple[bytes, int, int]] = struct.Struct("<c7xII16x").unpack
+_PLACES = struct.Struct("<c7xII16x")
+_places: Callable[[bytes], tuple[bytes, int, int]] = _PLACES.unpack
 _first_place: Callable[[bytes], tuple[bytes, int]] = struct.Struct("<c7xI20x").unpack
 assert _ROW.size + _CHECK.size == ROW_BYTES
 assert _BLOCK.size + _CHECK.size == BLOCK_ENTRY_BYTES
@@ -174,7 +175,9 @@ _SCAN_SLOTS = 1024
 
 LAYOUT_HASH = int.from_bytes(
     hashlib.sha256(
-        repr((HEADER_BYTES, SLOTS, _ROW.format, _BLOCK.format, BITMAP_BYTES, STAT_NAMES)).encode()
+        repr(
+            (HEADER_BYTES, SLOTS, _PLACES.format, _ROW.format, _BLOCK.format, BITMAP_BYTES, STAT_NAMES)
+        ).encode()
     ).digest()[:8],
     "little",
 )
@@ -323,20 +326,25 @@ class IndexReader:
             bucket = second % self._row_buckets * SLOTS
             slot = self._find(tag, bucket, bucket + SLOTS)
             if slot < 0:
-                return None if self._header[_REPLACEMENTS_WORD] == self._replacements else self._search(key)
+                if self._header[_REPLACEMENTS_WORD] == self._replacements:  # 7
+                    return None
+                return self._search(key, is_retry=True)
         words = self._row_words
         word = words[slot]  # 2
         entry = slot * ROW_BYTES + self._rows_at
         image = self._raw[entry : entry + ROW_BYTES]  # 3
         if crc32c(image) == _SOUND and words[slot] == word and image[_KEY] == key and word:  # 4, 5, 6
             return Found(image, slot, word)
-        return self._search(key)
+        is_other = not word or (crc32c(image) == _SOUND and words[slot] == word)
+        return self._search(key, is_retry=not is_other)
 
-    def _search(self, key: bytes) -> Found | None:
-        """The whole algorithm, twice at most; `get` is its first match and its plain miss, unrolled."""
+    def _search(self, key: bytes, *, is_retry: bool) -> Found | None:
+        """The whole algorithm; `get` is its first match and its plain miss, unrolled."""
         tag, *choices = _places(key)
         words = self._row_words
-        for is_last in (False, True):
+        self._retries += is_retry
+        for is_last in (True,) if is_retry else (False, True):
+            self._replacements = self._header[_REPLACEMENTS_WORD]
             differs = False
             for choice in choices:
                 bucket = choice % self._row_buckets * SLOTS
@@ -350,10 +358,8 @@ class IndexReader:
                         elif image[_KEY] == key:  # 6
                             return Found(image, slot, word)
                     slot = self._find(tag, slot + 1, bucket + SLOTS)
-            replacements = self._header[_REPLACEMENTS_WORD]  # 7
-            if not differs and replacements == self._replacements:
+            if not differs and self._header[_REPLACEMENTS_WORD] == self._replacements:  # 7
                 return None
-            self._replacements = replacements
             if is_last:
                 self._lost += 1
             else:
