@@ -17,7 +17,6 @@ Leaves out: what the bytes mean (protocol).
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import time
@@ -112,7 +111,9 @@ def _open(names: Names, flags: int) -> posix_ipc.MessageQueue:
             f"fs.mqueue.msgsize_max is {_limit('msgsize_max', 0)}: raise it by sysctl"
         ) from error
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENOSPC):
+        # posix_ipc gives EMFILE and ENOSPC without a number. To open a queue that exists costs no bytes:
+        # there EMFILE means what it says.
+        if flags and error.errno is None:
             need_bytes = max_messages * (MESSAGE_BYTES + _OVERHEAD_BYTES)
             raise QueueLimit(need_bytes, resource.getrlimit(resource.RLIMIT_MSGQUEUE)[0]) from error
         raise

@@ -53,11 +53,11 @@ class UnnamedSlab:
         self.charged_bytes = size_bytes
         try:
             shm.allocate(self._fd, size_bytes)
+            self._mapping = Mapping(self._fd, size_bytes, writable=True)
+            _populate(self._mapping)
         except BaseException:
-            os.close(self._fd)
+            self.close()
             raise
-        self._mapping = Mapping(self._fd, size_bytes, writable=True)
-        _populate(self._mapping)
 
     def payload(self, payload_bytes: int) -> memoryview:
         """Where the state goes: a writable view of B, valid until finish or close."""

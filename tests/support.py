@@ -126,7 +126,7 @@ def save(
     cache: Cache, who: Identity, text: bytes, payload: bytes, base: bytes | None = None, **changes: Any
 ) -> bool:
     """Reserve, write and hand over one row, and wait for its outcome: whether it is published."""
-    (slab,) = cache.reserve([plan(who, text, len(payload))], base, cache.forget)
+    (slab,) = cache.reserve([plan(who, text, len(payload))], base, cache.forget).slabs
     if slab is None:
         return False
     slab.payload(len(payload))[:] = payload
