@@ -471,30 +471,27 @@ def test_the_steps_in_the_docstring_are_the_steps_in_the_code() -> None:
 
 
 class Moving:
-    """A reader's memory that becomes another image of a list before each access that is named for it."""
+    """A reader whose memory becomes another image of a list before those of its accesses that are named."""
 
     def __init__(self, images: list[bytes]) -> None:
-        self.memory = mmap.mmap(-1, len(images[0]))
-        self.memory[:] = images[0]
-        self.reader = IndexReader(memoryview(self.memory))
         self.images = images
-        self.moves: dict[int, int] = {}
-        self.accesses = 0
+        self.memory = mmap.mmap(-1, len(images[0]))
+
+    def get(self, key: bytes, moves: dict[int, int]) -> tuple[Row | None, int]:
+        """What a lookup that begins at image 0 returns, and how often it looked at the memory."""
+        self.memory[:] = self.images[0]
+        self.moves, self.accesses = moves, 0
+        self.reader = IndexReader(memoryview(self.memory))
         for name in ("_row_words", "_header", "_raw", "_find"):
             setattr(self.reader, name, Seen(getattr(self.reader, name), self.access))
+        found = self.reader.get(key)
+        return found.row if found else None, self.accesses
 
     def access(self) -> None:
         image = self.moves.get(self.accesses)
         if image is not None:
             self.memory[:] = self.images[image]
         self.accesses += 1
-
-    def get(self, key: bytes, moves: dict[int, int]) -> tuple[Row | None, int]:
-        """What a lookup that begins at image 0 returns, and how often it looked at the memory."""
-        self.memory[:] = self.images[0]
-        self.moves, self.accesses = moves, 0
-        found = self.reader.get(key)
-        return found.row if found else None, self.accesses
 
 
 class Seen:
@@ -513,23 +510,18 @@ class Seen:
 
 
 def all_lookups(images: list[bytes], key: bytes) -> Iterator[Row | None]:
-    """Results of a reader beside whom the writer goes on, twice, between any two accesses by any steps."""
-    for start in range(len(images)):
-        moving = Moving(images[start:])
-        for middle in range(len(moving.images)):
-            for end in range(middle, len(moving.images)):
-                first = 0
-                while True:
-                    second = first
-                    while True:
-                        row, accesses = moving.get(key, {first: middle} | {second: end})
-                        yield row
-                        second += 1
-                        if second >= accesses:
-                            break
-                    first += 1
-                    if first >= accesses:
-                        break
+    """Results of a reader beside whom the writer goes on twice, by any steps, before any two accesses."""
+    moving = Moving(images)
+    for middle in range(len(images)):
+        for end in range(middle, len(images)):
+            first = accesses = 0
+            while first <= accesses:
+                second = first
+                while second <= accesses or second == first:
+                    row, accesses = moving.get(key, {first: middle, second: end})
+                    yield row
+                    second += 1
+                first += 1
 
 
 def images_of(
@@ -553,6 +545,26 @@ def test_a_row_that_is_being_replaced_is_found_at_every_step(times: int) -> None
         lambda writer: writer.publish(rows[2], nobody),
     )
     assert set(all_lookups(images, rows[0].key)) == {rows[times - 1], rows[2]}
+
+
+def test_a_row_that_moves_to_the_bucket_already_searched_is_found() -> None:
+    """... even if its old slot has another row's tag before the reader comes there."""
+    moved, late, *others = keys_in_one_pair_of_buckets(17)
+    old, new = (Row(moved, moved, 0, 1, 0, slab_bytes, 0, 1, 1, 0) for slab_bytes in (1, 2))
+
+    def prepare(writer: IndexWriter) -> None:
+        for key in others:
+            writer.publish(with_block(key, key), nobody)
+        writer.publish(old, nobody)
+        assert found_slot(writer, moved) == 15
+        writer.remove(next(key for key in others if found_slot(writer, key) < index.SLOTS))
+
+    def change(writer: IndexWriter) -> None:
+        writer.publish(new, nobody)
+        writer.publish(with_block(late, late), nobody)
+        assert found_slot(writer, late) == 15
+
+    assert set(all_lookups(images_of(prepare, change), moved)) == {old, new}
 
 
 def test_a_reader_of_a_slot_that_changes_hands_sees_one_row_or_the_other_or_none() -> None:
