@@ -9,6 +9,7 @@
     ├── LayoutMismatch         the other side was built with another memory layout
     ├── NoCoordinator          nothing answers for this namespace: serve uncached
     ├── CorruptSlab            bytes from a file or a slab are not a valid KVC v2 image
+    ├── CorruptDecision        a stored value does not decode: counted, expired, decided anew
     ├── RestoreRefused         llama.cpp did not take a state, or took less than all of it
     ├── UsedAfterFork          a model handle was used in a forked child
     ├── StaleGenerator         a generator went on after another request took its context
@@ -109,6 +110,10 @@ class NoCoordinator(ShmcacheError):
 
 class CorruptSlab(ShmcacheError):
     """Bytes are not a valid KVC v2 image. The one error that foreign bytes can cause."""
+
+
+class CorruptDecision(ShmcacheError):
+    """A stored value is not a decision; it is expired, so that a new one can take its place."""
 
 
 class RestoreRefused(ShmcacheError):
