@@ -8,13 +8,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import psutil
 import pytest
+from support import eventually
 
 from shmcache.errors import ConfigError, IllegalTransition, PoolStopped, UsedAfterFork, WorkerDied
 from shmcache.workers import pool as pool_module
@@ -69,7 +71,7 @@ class Echo:
     def hold(self, mark: str) -> str:
         """Until the file is there."""
         Path(mark + ".held").touch()
-        wait_for(Path(mark).exists)
+        eventually(Path(mark).exists)
         return "released"
 
     def close(self) -> None:
@@ -83,14 +85,6 @@ def cannot_boot(settings: dict[str, Any], place: Place) -> None:
 
 def dies_at_boot(settings: dict[str, Any], place: Place) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def wait_for(condition: Callable[[], object], limit_s: float = 20.0) -> None:
-    """Look until it is so: for what another process does and nobody announces."""
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s, "did not come to pass"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -195,7 +189,7 @@ def test_an_idle_worker_that_is_killed_is_replaced_unasked(two: Pool) -> None:
     two.call("echo", worker=0, value=0)
     old = two.pids()[0]
     os.kill(old, signal.SIGKILL)
-    wait_for(lambda: two.pids()[0] not in (0, old))
+    eventually(lambda: two.pids()[0] not in (0, old))
     assert two.call("pid", worker=0) == two.pids()[0]
 
 
@@ -255,7 +249,7 @@ def test_close_answers_what_is_in_hand_and_closes_the_handlers(tmp_path: Path) -
     pool = Pool(1, Echo, {"closed": str(closed)})
     held = pool.submit("hold", mark=str(mark))
     waiting = pool.submit("echo", value=1)
-    wait_for(Path(f"{mark}.held").exists)
+    eventually(Path(f"{mark}.held").exists)
     closer = threading.Thread(target=pool.close)
     closer.start()
     with pytest.raises(PoolStopped):
@@ -274,7 +268,7 @@ def test_sigterm_stops_a_worker_through_its_handler(tmp_path: Path) -> None:
     with Pool(1, Echo, {"closed": str(closed)}) as pool:
         pool.call("echo", value=1)
         os.kill(pool.pids()[0], signal.SIGTERM)
-        wait_for(closed.exists)
+        eventually(closed.exists)
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -296,7 +290,7 @@ time.sleep(60)
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
         parent.kill()
-    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
 def test_a_pool_is_not_used_in_a_forked_child(two: Pool) -> None:
@@ -331,3 +325,26 @@ def test_an_illegal_event_raises_and_changes_nothing() -> None:
                 with pytest.raises(IllegalTransition):
                     worker.event(event)
                 assert worker.state == state
+
+
+@pytest.mark.stress
+def test_every_call_ends_while_workers_are_killed_at_random() -> None:
+    random = Random(1)
+    answered = failed = 0
+    with Pool(3, Echo) as pool:
+        for _ in range(100):
+            calls = [pool.submit("count", until=50) for _ in range(random.randrange(1, 8))]
+            time.sleep(random.random() / 50)
+            if pid := random.choice(pool.pids()):
+                os.kill(pid, signal.SIGKILL)
+            for call in calls:
+                try:
+                    assert call.result(timeout_s=60) == "counted"
+                    answered += 1
+                except WorkerDied:
+                    failed += 1
+            pool.wait_ready()
+        counts = pool.statistics()
+    assert (counts.answered, counts.failed, counts.waiting, counts.running) == (answered, failed, 0, 0)
+    assert counts.submitted == answered + failed
+    assert counts.replaced > 50
