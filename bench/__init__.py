@@ -1,0 +1,1 @@
+"""Benches: one module a question, each run by `python -m bench NAME`."""
