@@ -1,5 +1,6 @@
 """Model workers over llama-cpp-python."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -8,11 +9,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "SharedLlama"]
 
+_HOME = {"Report": "request", "SharedLlama": "shared_llama"}
+
 
 def __getattr__(name: str) -> Any:
     """Import llama_cpp at the first use of a model: a pool's parent and the tools do without it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from shmcache.workers import request, shared_llama  # noqa: PLC0415
-
-    return getattr(request if name == "Report" else shared_llama, name)
+    return getattr(import_module(f"shmcache.workers.{_HOME[name]}"), name)

@@ -27,6 +27,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens     of the request.
     reused_tokens     that were not decoded.
     prefilled_tokens  that llama.cpp says it decoded before the first token was sampled.
+    waited            whether another worker's prefill of the same prompt was waited for.
     finish_key        of the row of prompt and reply, in hex; None where none was saved.
     """
 
@@ -35,6 +36,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     reused_tokens: int = 0
     prefilled_tokens: int = 0
+    waited: bool = False
     finish_key: str | None = None
 
 
@@ -70,6 +72,7 @@ class Request:
         self.prompt_tokens = 0
         self.joined_tokens = 0  # of the prompt as it was decoded, behind a row's own ids
         self.reused_tokens = 0
+        self.waited = False
         self.slab: Slab | None = None  # for the finish row
         self.asked_for_slab = False
 
@@ -89,5 +92,6 @@ class Request:
             prompt_tokens=self.prompt_tokens,
             reused_tokens=self.reused_tokens,
             prefilled_tokens=self.prefilled_tokens or 0,
+            waited=self.waited,
             finish_key=finish_key.hex() if finish_key is not None else None,
         )

@@ -36,6 +36,10 @@ class Joined(msgspec.Struct, frozen=True):
         """Whether all but the last token are there."""
         return 0 < self.keep == len(self.tokens) - 1
 
+    def longer_by(self, prompt: Text) -> int:
+        """How many more tokens than the caller's it has: a row may spell its text in its own way."""
+        return len(self.tokens) - len(prompt.tokens)
+
 
 def join(
     prompt: Text, row_tokens: Sequence[int], text_bytes: int, *, may_end_one_earlier: bool

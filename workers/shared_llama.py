@@ -34,6 +34,7 @@ from array import array
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
@@ -43,32 +44,44 @@ from llama_cpp import llama_chat_format
 from shmcache import policy
 from shmcache.client import Cache, Hit, Slab, attach
 from shmcache.config import Gates
-from shmcache.errors import ConfigError, RestoreRefused, ShmcacheError, StaleGenerator, UsedAfterFork
-from shmcache.identity import FingerprintMode
+from shmcache.errors import RestoreRefused, StaleGenerator, UsedAfterFork
+from shmcache.identity import FileState, FingerprintMode, file_state
 from shmcache.key import PrefixWalk
-from shmcache.kvc import Piece, Reason
+from shmcache.kvc import Reason
 from shmcache.workers import seam
+from shmcache.workers.cells import Cells
+from shmcache.workers.edge import Edge
 from shmcache.workers.heads import Heads, head_tokens
 from shmcache.workers.render import Renderer, Text
 from shmcache.workers.request import Chat, Report, Request
 from shmcache.workers.rows import Author
 from shmcache.workers.seam import Joined
 from shmcache.workers.state import ContextState, ModelVocabulary, unsupported
-from shmcache.workers.trail import Trail
+from shmcache.workers.trail import Trail, common_bytes
 
 REPLY_TOKENS = 256  # of a reply still to come, that its slab is made for; a longer one extends it
 SHORTER_ROWS = 4  # rows that are tried after the longest one did not fit
+MOST_WAITS = 8  # for other workers' saves before one prefill: three anchors, and owners that died
+WAIT_MS = 60_000  # for one of them; it ends early where its owner is gone or stuck
 
-_NEVER_HIDDEN = (ConfigError, StaleGenerator, UsedAfterFork)  # going on would be wrong
 _HIT_COUNTERS = {"exact": "hit_exact", "partial": "hit_partial", "cold": "miss_cold"}
 _GENERATE = inspect.signature(llama_cpp.Llama.generate)
 _COMPLETION = inspect.signature(llama_cpp.Llama._create_completion)
 _CHAT = inspect.signature(llama_cpp.Llama.create_chat_completion)
 
 
+class Prompt(msgspec.Struct, frozen=True):
+    """A prompt as text, the keys of its prefixes (None without a cache), and its anchors."""
+
+    text: Text
+    walk: PrefixWalk | None
+    anchors: tuple[int, ...]
+
+
 class LiveRow(msgspec.Struct, frozen=True):
     """The live trail as a row: its first `mark` tokens, and the prompt behind them."""
 
+    trail: Trail
     mark: int
     text_bytes: int
     joined: Joined
@@ -78,8 +91,8 @@ class SharedLlama(llama_cpp.Llama):
     """A llama_cpp.Llama whose prompts' states are shared through a shmcache.
 
     Every completion carries a `shmcache` entry (request.Report as a dict; in a stream the last chunk does),
-    and `last_report` holds the last one. Without a coordinator everything is served all the same, with the
-    same batches, so replies do not depend on the cache; they may differ from stock Llama in rounding.
+    and `last_report` holds the last one. Without a coordinator everything is served all the same, in the
+    same batches, so replies do not depend on the cache; they may differ from stock Llama's in rounding.
     """
 
     def __init__(
@@ -110,23 +123,35 @@ class SharedLlama(llama_cpp.Llama):
         self._gates = gates or Gates()
         self._tenant = tenant
         self._fingerprint_mode: FingerprintMode = fingerprint_mode
-        self._owns_cache = isinstance(cache, str)
-        self._shared: Cache | None = attach(cache) if isinstance(cache, str) else cache
-        self._live: Trail | None = None
+        self._owned_cache = attach(cache) if isinstance(cache, str) else None
+        self._cache = cache if isinstance(cache, Cache) else self._owned_cache
+        self._edge = Edge(self._cache)
         self.last_report = Report()
 
+        loaded = file_state(model_path) if Path(model_path).exists() else None
         super().__init__(model_path, **options)
 
         # A context asked for 100 cells has 256, but llama_cpp's own arrays have 100.
         self._n_ctx = min(self._n_ctx, len(self.input_ids))
         self._state = ContextState(self)
         self._renderer = Renderer(ModelVocabulary(self))
+        self._cells = Cells(self, self._state, self._renderer)
         self._heads = Heads()
         self._unsupported = unsupported(self)
         self._author: Author | None = None
-        if self._shared is not None and self._unsupported is None:
-            self._author = Author.of(self, self._state, fingerprint_mode, tenant)
+        if self._cache is not None and self._unsupported is None:
+            with self._edge.guard("identity"):
+                self._author = self._identified(loaded)
         self.reset()
+
+    def _identified(self, loaded: FileState | None) -> Author:
+        """Say what is in memory, provided that the file which was loaded is the one that was hashed."""
+        author = Author.of(self, self._state, self._fingerprint_mode, self._tenant)
+        if loaded != file_state(self.model_path):
+            raise OSError(
+                f"{self.model_path} was changed while it was loaded: what is in memory is not known"
+            )
+        return author
 
     # ---- the calls of llama_cpp.Llama
 
@@ -155,6 +180,7 @@ class SharedLlama(llama_cpp.Llama):
         with self._turn(request):
             self._epoch += 1
             request.epoch = self._epoch
+            request.counted_from = self._state.decoded_tokens()
             prompt = self._prefill(request, list(tokens)) if from_scratch else list(tokens)
             steps = super().generate(prompt, *args, **kwargs)
         try:
@@ -174,25 +200,31 @@ class SharedLlama(llama_cpp.Llama):
     def eval(self, tokens: Sequence[int]) -> None:
         """As in llama_cpp.Llama, in batches that end at absolute multiples of n_ubatch."""
         with self._taking_context():
-            if not self._is_tracked():
+            trail = self._cells.trail
+            if not self._cells.is_tracked() or trail is None:
                 super().eval(tokens)
                 return
-            start = self.n_tokens
+            start = len(trail)
             for end in policy.cuts(start, start + len(tokens), self._state.n_ubatch):
-                self._decode(tokens[self.n_tokens - start : end - start])
+                self._decode(trail, tokens[len(trail) - start : end - start])
 
     def reset(self) -> None:
         """Empty the context, whatever it held: from here on it is tracked."""
         with self._taking_context():
             super().reset()  # type: ignore[no-untyped-call]
             if self._unsupported is None:
-                self._state.clear()
-                self._live = Trail(self._shared.forget if self._shared is not None else 0)
+                self._cells.clear(self._edge.forget)
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """As in llama_cpp.Llama, between the steps of a request."""
+        self._refuse_fork()
+        with self._lock:
+            return super().save_state()
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """As in llama_cpp.Llama; where the state came from is not known, so it is untracked."""
         with self._taking_context():
-            self._live = None
+            self._cells.trail = None
             super().load_state(state)
 
     def embed(self, *args: Any, **kwargs: Any) -> Any:
@@ -202,16 +234,16 @@ class SharedLlama(llama_cpp.Llama):
 
     def close(self) -> None:
         """Free the model, and the cache where a namespace was given."""
-        cache, self._shared = getattr(self, "_shared", None), None
-        if cache is not None and self._owns_cache:
+        # Also called for an object whose construction failed at any point.
+        if (cache := getattr(self, "_owned_cache", None)) is not None:
             cache.close()
-        super().close()
+        if hasattr(self, "_stack"):
+            super().close()
 
     def __getstate__(self) -> dict[str, Any]:
-        namespace = self._shared.connection.names.namespace if self._shared is not None else None
         return {
             **super().__getstate__(),  # type: ignore[no-untyped-call]
-            "cache": namespace,
+            "cache": self._cache.connection.names.namespace if self._cache is not None else None,
             "gates": self._gates,
             "tenant": self._tenant,
             "fingerprint_mode": self._fingerprint_mode,
@@ -250,6 +282,7 @@ class SharedLlama(llama_cpp.Llama):
             raise UsedAfterFork("SharedLlama", self._pid, os.getpid())
 
     def _serve(self, request: Request, chunks: Generator[Any, None, None]) -> Iterator[Any]:
+        """A completion's items; the last one carries the report."""
         try:
             while True:
                 with self._turn(request):
@@ -273,17 +306,14 @@ class SharedLlama(llama_cpp.Llama):
         if not tokens and self.token_bos() >= 0:
             tokens = [self.token_bos()]  # stock Llama fails an assertion on a model that adds no BOS
         request.prompt_tokens = request.joined_tokens = len(tokens)
-        request.counted_from = self._state.decoded_tokens()
         if not self._may_be_cached(request, tokens):
-            self._count("untracked")
             return tokens
-        prompt = self._renderer.render(tokens)
-        walk = PrefixWalk(self._author.identity.seed, prompt.text) if self._author is not None else None
-        joined = self._look_up(request, prompt, walk)
+        prompt = self._prompt(request, tokens)
+        joined, slabs = self._claim(request, prompt, self._look_up(request, prompt))
         request.joined_tokens = len(joined.tokens)
         request.reused_tokens = joined.keep
         request.hit_kind = "exact" if joined.is_exact else "partial" if joined.keep else "cold"
-        self._evaluate(request, prompt, joined, walk)
+        self._evaluate(prompt, joined, slabs)
         return joined.tokens
 
     def _may_be_cached(self, request: Request, tokens: list[int]) -> bool:
@@ -293,93 +323,84 @@ class SharedLlama(llama_cpp.Llama):
         if request.wants_all_logits:
             self.reset()  # a restore carries none, and those of the live trail may be another prompt's
             return False
-        if self._is_tracked():
+        if self._cells.is_tracked():
             return True
         if self.n_tokens and tokens[: self.n_tokens] == self.input_ids[: self.n_tokens].tolist():
             return False  # an image's cells, or a loaded state: the prompt goes on behind them
         self.reset()
         return True
 
-    def _is_tracked(self) -> bool:
-        if self._live is not None and self.n_tokens != len(self._live):
-            self._live = None  # somebody decoded or cut past us
-        return self._live is not None
+    def _prompt(self, request: Request, tokens: list[int]) -> Prompt:
+        text = self._renderer.render(tokens)
+        walk = PrefixWalk(self._author.identity.seed, text.text) if self._author is not None else None
+        head = None
+        if request.chat is not None and request.chat.fixed_chat is not None:
+            head = head_tokens(tokens, request.chat.fixed_chat, self._renderer.plain)
+        return Prompt(text, walk, policy.anchors(len(tokens), head, self._gates))
 
-    def _look_up(self, request: Request, prompt: Text, walk: PrefixWalk | None) -> Joined:
+    def _look_up(self, request: Request, prompt: Prompt) -> Joined:
         """Fill the cells with the longest known beginning of the prompt."""
         live = self._live_row(request, prompt)
-        joined = self._restore_longest(request, prompt, walk, live) if walk is not None else None
-        if joined is not None:
-            request.source = "shared"
-            return joined
-        if live is not None and self._live is not None and self._go_on(self._live, live):
+        row = self._longest_row(request, prompt, live)
+        if row is not None:
+            hit, joined = row
+            if self._restore(hit, joined, prompt):
+                request.source = "shared"
+                return joined
+        elif live is not None and self._go_on(live):
             request.source = "live"
             return live.joined
         self.reset()
-        return Joined(prompt.tokens, 0)
+        request.source = ""
+        return Joined(prompt.text.tokens, 0)
 
-    def _live_row(self, request: Request, prompt: Text) -> LiveRow | None:
+    def _live_row(self, request: Request, prompt: Prompt) -> LiveRow | None:
         """The longest beginning of the live trail that the prompt can go on from."""
-        trail = self._live
+        trail = self._cells.trail
         if trail is None or self._state.pos_max() != len(trail) - 1:
             return None
+        shared_bytes = common_bytes(trail.text, prompt.text.text)
         for mark in sorted({*trail.marks, len(trail)} - {0}, reverse=True):
             text_bytes = trail.text_bytes(mark)
-            if trail.text[:text_bytes] != prompt.text[:text_bytes] or not self._state.may_cut(mark):
+            if text_bytes > shared_bytes or not self._state.may_cut(mark):
                 continue
-            joined = self._join(
-                request,
-                prompt,
-                trail.tokens[:mark],
-                text_bytes,
-                may_end_one_earlier=trail.may_end_at(mark - 1) and self._state.may_cut(mark - 1),
+            may_end_one_earlier = trail.may_end_at(mark - 1) and self._state.may_cut(mark - 1)
+            joined = seam.join(
+                prompt.text, trail.tokens[:mark], text_bytes, may_end_one_earlier=may_end_one_earlier
             )
-            if joined is not None:
-                return LiveRow(mark, text_bytes, joined)
+            if joined is not None and self._serves(request, prompt, joined):
+                return LiveRow(trail, mark, text_bytes, joined)
         return None
 
-    def _restore_longest(
-        self, request: Request, prompt: Text, walk: PrefixWalk, live: LiveRow | None
-    ) -> Joined | None:
-        """Restore the longest published row, if it is longer than what is live."""
-        if self._shared is None or (live is not None and live.joined.is_exact):
+    def _longest_row(
+        self, request: Request, prompt: Prompt, live: LiveRow | None
+    ) -> tuple[Hit, Joined] | None:
+        """The longest published row that the prompt can go on from, if it is longer than what is live."""
+        if prompt.walk is None or (live is not None and live.joined.is_exact):
             return None
-        live_bytes = live.text_bytes if live is not None else 0
-        with self._cache_edge("lookup"):
-            rows = self._shared.candidates(walk, len(prompt.text))
-            for hit in islice(rows, 1 + SHORTER_ROWS):
-                if hit.image.meta.text_bytes <= live_bytes:
-                    return None
-                joined = self._join(
-                    request,
-                    prompt,
-                    hit.image.token_ids.tolist(),
-                    hit.image.meta.text_bytes,
-                    may_end_one_earlier=self._state.rewindable and hit.image.pieces[-1].length == 1,
-                )
-                if joined is not None:
-                    return joined if self._restore(hit, joined, prompt) else None
+        for hit in islice(self._edge.candidates(prompt.walk), 1 + SHORTER_ROWS):
+            image = hit.image
+            if live is not None and image.meta.text_bytes <= live.text_bytes:
+                return None
+            may_end_one_earlier = self._state.rewindable and image.pieces[-1].length == 1
+            joined = seam.join(
+                prompt.text,
+                image.token_ids.tolist(),
+                image.meta.text_bytes,
+                may_end_one_earlier=may_end_one_earlier,
+            )
+            if joined is not None and self._serves(request, prompt, joined):
+                return hit, joined
         return None
 
-    def _join(
-        self,
-        request: Request,
-        prompt: Text,
-        row_tokens: list[int],
-        text_bytes: int,
-        *,
-        may_end_one_earlier: bool,
-    ) -> Joined | None:
-        """The prompt behind a row, where it fits the context and what the request needs."""
-        joined = seam.join(prompt, row_tokens, text_bytes, may_end_one_earlier=may_end_one_earlier)
-        if joined is None:
-            return None
+    def _serves(self, request: Request, prompt: Prompt, joined: Joined) -> bool:
+        """Whether a prompt behind a row's own tokens does what the request needs."""
+        asked = prompt.text.tokens
+        if self._logits_all and joined.tokens != asked:
+            return False  # llama_cpp finds scores by the caller's token numbers
+        # llama_cpp bounded the reply by the caller's list, which may be the shorter one.
         room = self._n_ctx - len(joined.tokens)
-        if len(joined.tokens) > len(prompt.tokens) and room < self._reply_bound(request):
-            return None  # llama_cpp bounded the reply by the caller's own, shorter list
-        if self._logits_all and joined.tokens != prompt.tokens:
-            return None  # scores are found by the caller's token numbers
-        return joined
+        return len(joined.tokens) <= len(asked) or room >= self._reply_bound(request)
 
     def _reply_bound(self, request: Request) -> int:
         """The most tokens that the reply may get."""
@@ -387,112 +408,90 @@ class SharedLlama(llama_cpp.Llama):
         asked = request.max_tokens
         return room if asked is None or asked <= 0 else min(asked, room)
 
-    def _go_on(self, trail: Trail, live: LiveRow) -> bool:
-        """Cut the live trail back to its row; False, and the trail is lost, where that fails."""
-        if not self._cut(trail, live.mark):
+    def _go_on(self, live: LiveRow) -> bool:
+        """Cut the live trail back to its row; False where that fails."""
+        if not self._cells.cut(live.trail, live.mark):
             return False
-        self._close_entry(trail)
-        return self._cut(trail, live.joined.keep)
+        self._cells.close_entry(live.trail)
+        return self._cells.cut(live.trail, live.joined.keep)
 
-    def _restore(self, hit: Hit, joined: Joined, prompt: Text) -> bool:
-        """Put a row into the cells; False, they are empty and the row is dropped, where it does not fit."""
-        assert self._shared is not None
-        image = hit.image
-        tokens = image.token_ids.tolist()
-        parts = self._renderer.parts(tokens)
-        trail = Trail(self._shared.forget)
-        trail.restored(tokens, parts, image.pieces, image.meta.key)
-        if trail.text != prompt.text[: len(trail.text)]:
-            self._shared.drop(hit, "its tokens do not render to its text")
-            return False
-        self._live = None  # from here on the cells are not what they were
+    def _restore(self, hit: Hit, joined: Joined, prompt: Prompt) -> bool:
+        """Put a row into the cells; False, and the row is dropped, where it does not fit."""
         try:
-            self._state.copy_in(image.payload, len(tokens))
+            trail = self._cells.restore(hit.image, self._edge.forget)
         except RestoreRefused as refused:
-            self._shared.drop(hit, str(refused))
+            self._edge.drop(hit, str(refused))
             return False
-        hit.use()
-        self._live = trail
-        self.input_ids[: len(tokens)] = tokens
-        return self._cut(trail, joined.keep)
-
-    def _cut(self, trail: Trail, keep: int) -> bool:
-        """Keep the first `keep` tokens; False, and the trail is lost, where the cells cannot be cut."""
-        if keep < len(trail):
-            if not self._state.cut(keep):
-                self._live = None
-                return False
-            trail.cut(keep)
-        self.n_tokens = keep
-        self._requires_eval = True
+        spells_it = trail.text == prompt.text.text[: len(trail.text)]
+        if not spells_it or not self._cells.cut(trail, joined.keep):
+            self._edge.drop(hit, "its tokens do not spell its text, or the last one cannot be cut off")
+            return False
+        with self._edge.guard("use"):
+            hit.use()
         return True
+
+    def _claim(self, request: Request, prompt: Prompt, joined: Joined) -> tuple[Joined, dict[int, Slab]]:
+        """Reserve the rows to come; while another worker makes the first of them, wait and look again."""
+        for _ in range(MOST_WAITS):
+            slabs, held = self._reserve_anchors(prompt, joined)
+            if held is None:
+                return joined, slabs
+            request.waited = True
+            self._edge.wait(held, WAIT_MS)
+            joined = self._look_up(request, prompt)
+        return joined, {}
 
     # ---- PREFILL and SAVE
 
-    def _evaluate(self, request: Request, prompt: Text, joined: Joined, walk: PrefixWalk | None) -> None:
-        """Decode up to the last boundary before the prompt's end; save at each anchor on the way."""
-        trail = self._live
-        assert trail is not None
-        shift = len(joined.tokens) - len(prompt.tokens)  # a row may spell its text with more or fewer tokens
-        anchors = policy.anchors(len(prompt.tokens), self._head_tokens(request, prompt), self._gates)
-        boundaries = [anchor + shift for anchor in anchors]
-        ends = policy.cuts(joined.keep, len(joined.tokens), self._state.n_ubatch, boundaries)
-        slabs = self._reserve_anchors(prompt, anchors, shift, walk) if walk is not None else {}
-        try:
-            for end in ends[:-1]:
-                self._decode(joined.tokens[len(trail) : end])
-                if end in boundaries:
-                    self._save(trail, slabs.pop(end, None), Reason.COLD)
-                    self._close_entry(trail)
-        finally:
-            for slab in slabs.values():
-                self._cancel(slab)
+    def _reserve_anchors(self, prompt: Prompt, joined: Joined) -> tuple[dict[int, Slab], bytes | None]:
+        """Ask for all rows of the prompt that are still to come, at once.
 
-    def _head_tokens(self, request: Request, prompt: Text) -> int | None:
-        if request.chat is None or request.chat.fixed_chat is None:
-            return None
-        return head_tokens(prompt.tokens, request.chat.fixed_chat, self._renderer.plain)
-
-    def _reserve_anchors(
-        self, prompt: Text, anchors: Sequence[int], shift: int, walk: PrefixWalk
-    ) -> dict[int, Slab]:
-        """Ask for all rows of the prompt that are still to come, at once; slabs by position."""
-        trail, author, cache = self._live, self._author, self._shared
-        assert trail is not None
+        Returns the slabs by their position in the cells, and the key of the first row where another worker
+        makes it.
+        """
+        trail, author, walk = self._cells.trail, self._author, prompt.walk
+        if trail is None or author is None or walk is None:
+            return {}, None
+        shift = joined.longer_by(prompt.text)
         missing = [
             anchor
-            for anchor in anchors
-            if anchor + shift > len(trail) and policy.anchor_is_saved(anchor, self._gates)
+            for anchor in prompt.anchors
+            if anchor + shift > joined.keep and policy.anchor_is_saved(anchor, self._gates)
         ]
-        if not missing or author is None or cache is None:
-            return {}
         plans = [
-            author.anchor_plan(walk, prompt.ends[anchor - 1], anchor + shift, trail) for anchor in missing
+            author.anchor_plan(walk, prompt.text.ends[anchor - 1], anchor + shift, trail)
+            for anchor in missing
         ]
-        slabs: list[Slab | None] = []
-        with self._cache_edge("reserve"):
-            slabs = cache.reserve(plans, trail.base_key(), trail.forget).slabs
-        granted = zip(missing, slabs, strict=False)
-        return {anchor + shift: slab for anchor, slab in granted if slab is not None}
+        grants = self._edge.reserve(plans, trail.base_key(), trail.forget)
+        slabs = zip(missing, grants.slabs, strict=True)
+        return {anchor + shift: slab for anchor, slab in slabs if slab is not None}, grants.held
 
-    def _decode(self, tokens: Sequence[int]) -> None:
-        """One batch, recorded."""
-        trail, state = self._live, self._state
+    def _evaluate(self, prompt: Prompt, joined: Joined, slabs: dict[int, Slab]) -> None:
+        """Decode up to the last boundary before the prompt's end; save at each anchor on the way."""
+        trail = self._cells.trail
         assert trail is not None
-        self._live = None  # a batch that fails leaves cells that nobody knows
-        super().eval(tokens)
-        n_threads = state.n_threads if len(tokens) == 1 else state.n_threads_batch
-        piece = Piece(len(tokens), 1, state.n_ubatch, n_threads, state.device)
-        trail.decoded(tokens, self._renderer.parts(tokens), piece)
-        self._live = trail
-        if self._shared is not None:
-            self._shared.progress()
+        shift = joined.longer_by(prompt.text)
+        boundaries = [anchor + shift for anchor in prompt.anchors]
+        ends = policy.cuts(joined.keep, len(joined.tokens), self._state.n_ubatch, boundaries)
+        try:
+            for end in ends[:-1]:
+                self._decode(trail, joined.tokens[len(trail) : end])
+                if end in boundaries:
+                    self._save(trail, slabs.pop(end, None), Reason.COLD)
+                    self._cells.close_entry(trail)
+        finally:
+            for slab in slabs.values():
+                self._edge.cancel(slab)
+
+    def _decode(self, trail: Trail, tokens: Sequence[int]) -> None:
+        self._cells.decode(trail, tokens)
+        self._edge.progress()
 
     def _save(self, trail: Trail, slab: Slab | None, reason: Reason) -> bytes | None:
         """Copy the cells into a slab and hand it over; its key, None where nothing was saved."""
         if slab is None or self._author is None:
             return None
-        with self._cache_edge("save"):
+        with self._edge.guard("save"):
             try:
                 meta = self._author.meta(trail, reason, self._state.pos_min())
                 with slab.payload(self._state.size_bytes()) as payload:
@@ -505,40 +504,31 @@ class SharedLlama(llama_cpp.Llama):
             return meta.key
         return None
 
-    def _close_entry(self, trail: Trail) -> None:
-        """End an entry of the record: a row is, or could be, here (Trail I2)."""
-        trail.mark()
-        if self._state.settles and not trail.settled:
-            self._state.settle()
-            trail.settled = True
-
     # ---- DECODE and FINISH
 
     def _sampled(self, request: Request) -> None:
         """After each token: the first one ends the prefill, the second says that a reply is under way."""
         if request.prefilled_tokens is None:
             request.prefilled_tokens = self._state.decoded_tokens() - request.counted_from
-            self._count_request(request)
+            self._count(request)
         elif not request.asked_for_slab:
             request.asked_for_slab = True
             self._reserve_reply(request)
 
-    def _count_request(self, request: Request) -> None:
-        self._count(_HIT_COUNTERS.get(request.hit_kind, "untracked"))
-        self._count("reused_tokens", request.reused_tokens)
-        self._count("prefilled_tokens", request.prefilled_tokens or 0)
+    def _count(self, request: Request) -> None:
+        self._edge.count(_HIT_COUNTERS.get(request.hit_kind, "untracked"))
+        self._edge.count("reused_tokens", request.reused_tokens)
+        self._edge.count("prefilled_tokens", request.prefilled_tokens or 0)
         self.last_report = request.report()
 
     def _reserve_reply(self, request: Request) -> None:
-        trail, author, cache = self._live, self._author, self._shared
-        if trail is None or author is None or cache is None or not request.is_completion:
+        trail, author = self._cells.trail, self._author
+        if trail is None or author is None or not request.is_completion:
             return
         most = request.joined_tokens + min(REPLY_TOKENS, self._reply_bound(request))
-        if not policy.reply_is_saved(most, self._gates):
-            return
-        with self._cache_edge("reserve"):
+        if policy.reply_is_saved(most, self._gates):
             plans = [author.reply_plan(most, trail)]
-            [request.slab] = cache.reserve(plans, trail.base_key(), trail.forget).slabs
+            [request.slab] = self._edge.reserve(plans, trail.base_key(), trail.forget).slabs
 
     def _finish(self, request: Request) -> Report:
         """Cut the cells back to what the client saw, save them, and say what the cache did."""
@@ -549,12 +539,12 @@ class SharedLlama(llama_cpp.Llama):
         return self.last_report
 
     def _save_reply(self, request: Request) -> bytes | None:
-        if not self._is_tracked() or (trail := self._live) is None:
+        trail = self._cells.trail
+        if not self._cells.is_tracked() or trail is None:
             return None
         keep = request.joined_tokens + self._seen_tokens(trail, request)
-        if keep > len(trail) or not (keep == len(trail) or self._state.may_cut(keep)):
+        if keep > len(trail) or not self._cells.cut(trail, keep):
             return None
-        self._cut(trail, keep)
         trail.mark()
         if keep == request.joined_tokens or not policy.reply_is_saved(keep, self._gates):
             return None
@@ -571,6 +561,12 @@ class SharedLlama(llama_cpp.Llama):
                 return seen
             at += len(piece)
         return len(reply)
+
+    def _give_back(self, request: Request) -> None:
+        """Cancel what was reserved for a reply and not used."""
+        slab, request.slab = request.slab, None
+        if slab is not None:
+            self._edge.cancel(slab)
 
     # ---- chats
 
@@ -608,33 +604,6 @@ class SharedLlama(llama_cpp.Llama):
         finally:
             if isinstance(chunks, Generator):
                 chunks.close()
-
-    # ---- the edge to the cache
-
-    @contextmanager
-    def _cache_edge(self, what: str) -> Iterator[None]:
-        """What the cache does wrong ends here (I2)."""
-        try:
-            yield
-        except _NEVER_HIDDEN:
-            raise
-        except (ShmcacheError, OSError) as fault:
-            if self._shared is not None:
-                self._shared.connection.fault(what, fault)
-
-    def _cancel(self, slab: Slab) -> None:
-        with self._cache_edge("cancel"):
-            slab.cancel()
-
-    def _give_back(self, request: Request) -> None:
-        slab, request.slab = request.slab, None
-        if slab is not None:
-            self._cancel(slab)
-
-    def _count(self, name: str, by: int = 1) -> None:
-        if self._shared is not None:
-            with self._cache_edge("count"):
-                self._shared.count(name, by)
 
 
 def _reported(answer: dict[str, Any], report: Report) -> dict[str, Any]:

@@ -22,6 +22,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
+
+from shmcache.key import Buffer
 from shmcache.kvc import Piece
 
 
@@ -102,6 +105,16 @@ class Trail:
         self.tokens += tokens
         self.ends += list(accumulate(map(len, parts), initial=len(self.text)))[1:]
         self.text += b"".join(parts)
+
+
+def common_bytes(one: Buffer, other: Buffer) -> int:
+    """Length of the common prefix of two texts."""
+    shorter = min(len(one), len(other))
+    if not shorter:
+        return 0
+    differs = np.frombuffer(one, np.uint8, shorter) != np.frombuffer(other, np.uint8, shorter)
+    first = int(differs.argmax())
+    return first if differs[first] else shorter
 
 
 def _alike(one: Piece, other: Piece) -> bool:

@@ -1,7 +1,7 @@
 """What exact means: the logits of an empty context that decodes the same tokens in the same batches.
 
-    ask(llama, …)      serve one request and keep the logits that each token was sampled from
-    cold_logits(…)     decode a record from nothing, and return the logits behind each of its batches
+ask(llama, …)      serve one request and keep the logits that each token was sampled from
+cold_logits(…)     decode a record from nothing, and return the logits behind each of its batches
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def ask(llama: SharedLlama, prompt: str | list[int] | list[dict[str, str]], **op
         text = answer["choices"][0]["text"]
     report = msgspec.convert(answer["shmcache"], Report)
     first = report.reused_tokens + report.prefilled_tokens
-    trail = llama._live
+    trail = llama._cells.trail
     return Answer(
         report=report,
         text=text,
@@ -59,9 +59,7 @@ def ask(llama: SharedLlama, prompt: str | list[int] | list[dict[str, str]], **op
     )
 
 
-def cold_logits(
-    llama: llama_cpp.Llama, tokens: Sequence[int], pieces: Sequence[Piece]
-) -> dict[int, Logits]:
+def cold_logits(llama: llama_cpp.Llama, tokens: Sequence[int], pieces: Sequence[Piece]) -> dict[int, Logits]:
     """Decode the tokens in these batches in an empty context; the logits behind each batch by position."""
     state = ContextState(llama)
     state.clear()

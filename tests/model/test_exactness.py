@@ -13,9 +13,9 @@ from model.conftest import OPTIONS, MakeLlama
 
 from shmcache import Cache
 
-SYSTEM = {"role": "system", "content": "You answer shortly and to the point. Tools: none of them. " * 12}
-QUESTION = {"role": "user", "content": "Which colours does the flag of Iceland have, and since when? " * 3}
-OTHER_QUESTION = {"role": "user", "content": "Name the rivers that run through Vienna, the largest one first. " * 3}
+SYSTEM = "You answer shortly and to the point. Tools: none of them. "
+QUESTION = {"role": "user", "content": "Which colours does the flag of Iceland have, and since when?"}
+OTHER_QUESTION = {"role": "user", "content": "Name the rivers of Vienna, the largest one first."}
 NEXT_QUESTION = {"role": "user", "content": "And what do they stand for?"}
 
 FULL_ATTENTION = [
@@ -35,7 +35,7 @@ def next_turn(chat: list[dict[str, str]], answer: Answer) -> list[dict[str, str]
 
 @pytest.mark.parametrize("options", FULL_ATTENTION)
 @pytest.mark.parametrize("kind", ["smollm2", *tiny.KINDS])
-def test_a_restored_conversation_equals_the_same_one_never_interrupted(
+def test_a_restored_conversation_equals_the_same_one_never_interrupted(  # noqa: PLR0917  fixtures
     kind: str,
     options: dict[str, Any],
     cache: Cache,
@@ -46,13 +46,15 @@ def test_a_restored_conversation_equals_the_same_one_never_interrupted(
     path = smollm2 if kind == "smollm2" else tiny_models[kind]
     unbroken = worker(path, **options)
     saving, restoring, third = (worker(path, cache, **options) for _ in range(3))
-    chat = [SYSTEM, QUESTION]
+    # Tiny models spell each letter with a token: these fill more than 512 cells, where kernels change.
+    system = {"role": "system", "content": SYSTEM * (7 if kind == "smollm2" else 14)}
+    chat = [system, QUESTION]
 
     uncached = ask(unbroken, chat)
     cold = ask(saving, chat)
     cache.flush(5_000)
     again = ask(restoring, chat)
-    other = ask(third, [SYSTEM, OTHER_QUESTION])
+    other = ask(third, [system, OTHER_QUESTION])
     live = ask(unbroken, next_turn(chat, cold))
     resumed = ask(third, next_turn(chat, cold))
 

@@ -38,7 +38,9 @@ def build(kind: str, folder: Path, seed: int = 1) -> Path:
     writer.add_embedding_length(_EMBD)
     writer.add_layer_norm_rms_eps(1e-5)
     random = np.random.default_rng(seed)
-    for name, shape in {"llama": _llama, "gemma3": _gemma3, "mamba": _mamba, "lfm2": _lfm2}[kind](writer).items():
+    for name, shape in {"llama": _llama, "gemma3": _gemma3, "mamba": _mamba, "lfm2": _lfm2}[kind](
+        writer
+    ).items():
         writer.add_tensor(name, _weights(random, name, shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

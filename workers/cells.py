@@ -1,0 +1,94 @@
+"""The cells of a context and the record of what is in them, kept in step.
+
+    clear    nothing                          tracked again, whatever it was before
+    decode   one batch more
+    restore  a row instead of what there was  or nothing, and RestoreRefused
+    cut      the first `keep` tokens          or nothing changes, and False
+    close    an entry of the record ends      sliding-window models settle here
+
+Owner: one SharedLlama, under its lock. Readers: the same.
+Invariants
+    I1  While `trail` is not None, the cells hold its tokens and nothing else, and llama_cpp's own n_tokens
+        and input_ids say the same.
+    I2  `trail` is None where the cells hold what we did not put there; `clear` alone ends that.
+Leans on: llama_cpp's eval, reset and load_state are the only ways in which its own code fills cells; an image
+handler or a caller that does it by itself changes n_tokens, and is seen by that (`is_tracked`).
+Leaves out: which rows there are (shared_llama), how a state is copied (state).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import llama_cpp
+
+from shmcache.kvc import Image, Piece
+from shmcache.workers.render import Renderer
+from shmcache.workers.state import ContextState
+from shmcache.workers.trail import Trail
+
+
+class Cells:
+    """What one context holds."""
+
+    def __init__(self, llama: llama_cpp.Llama, state: ContextState, renderer: Renderer) -> None:
+        self._llama = llama
+        self._renderer = renderer
+        self.state = state
+        self.trail: Trail | None = None
+
+    def is_tracked(self) -> bool:
+        """Whether all that the cells hold came from token ids that we know."""
+        if self.trail is not None and self._llama.n_tokens != len(self.trail):
+            self.trail = None  # somebody decoded or cut past us
+        return self.trail is not None
+
+    def clear(self, forget: int) -> None:
+        """Empty the cells; `forget` is the forget number under which the new sequence begins."""
+        self.state.clear()
+        self._say(0)
+        self.trail = Trail(forget)
+
+    def decode(self, trail: Trail, tokens: Sequence[int]) -> None:
+        """Decode one batch behind the trail. Where that fails the cells are empty."""
+        state = self.state
+        try:
+            llama_cpp.Llama.eval(self._llama, tokens)
+        except BaseException:
+            self.clear(trail.forget)
+            raise
+        n_threads = state.n_threads if len(tokens) == 1 else state.n_threads_batch
+        piece = Piece(len(tokens), 1, state.n_ubatch, n_threads, state.device)
+        trail.decoded(tokens, self._renderer.parts(tokens), piece)
+
+    def restore(self, image: Image, forget: int) -> Trail:
+        """Replace everything by a row. Raises RestoreRefused; the cells are empty then."""
+        tokens = image.token_ids.tolist()
+        self.clear(forget)
+        self.state.copy_in(image.payload, len(tokens))
+        trail = self.trail = Trail(forget)
+        trail.restored(tokens, self._renderer.parts(tokens), image.pieces, image.meta.key)
+        self._llama.input_ids[: len(tokens)] = tokens
+        self._say(len(tokens))
+        return trail
+
+    def cut(self, trail: Trail, keep: int) -> bool:
+        """Keep the first `keep` tokens; False, and nothing changed, where the cells cannot be cut there."""
+        if keep < len(trail):
+            if not self.state.cut(keep):
+                return False
+            trail.cut(keep)
+        self._say(keep)
+        return True
+
+    def close_entry(self, trail: Trail) -> None:
+        """A row is, or could be, at the end of the trail (Trail I2)."""
+        trail.mark()
+        if self.state.settles and not trail.settled:
+            self.state.settle()
+            trail.settled = True
+
+    def _say(self, n_tokens: int) -> None:
+        """Tell llama_cpp what there is; there are no logits of it."""
+        self._llama.n_tokens = n_tokens
+        self._llama._requires_eval = True
