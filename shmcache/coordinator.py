@@ -62,6 +62,8 @@ from shmcache.tiers.supervisor import Done, Lane, LaneState, Link, Look, Remove,
 log = logging.getLogger(__name__)
 
 FLAG_HEAD = 1
+_NOBODY = -1  # client of what is adopted: its owner was another coordinator's
+_MOST = 0xFFFFFFFF
 _SURVEY_SLICE = 2_000
 HEAD_DETAIL = "head"  # reason_detail of a head anchor: how the flag survives a restart
 
@@ -141,7 +143,6 @@ class Coordinator:
         # parked are answered.
         self._waiters: dict[bytes | int, list[tuple[_Place, int]]] = {}
         self._parked: dict[_Place, int] = {}
-        self._adopting: set[int] = set()
         self._replies: list[Reply] = []
         self._used_since_stored: set[int] = set()
         self._counts: dict[str, int] = {}
@@ -185,9 +186,9 @@ class Coordinator:
         first_is_held: bool | None = None
         for plan in request.plans:
             held = self._reservations.by_key(plan.key)
-            if self._present(plan):
+            if plan.key is not None and self._is_there(plan.key, plan.tier):
                 verdict = Verdict("present")
-            elif held is not None and held.client == request.client:
+            elif held is not None and held.client == request.client and held.state is State.RESERVED:
                 verdict = Verdict("granted", held.token)
             elif held is not None or first_is_held:
                 verdict = Verdict("held")
@@ -200,9 +201,10 @@ class Coordinator:
             verdicts.append(verdict)
         return verdicts
 
-    def _present(self, plan: Plan) -> bool:
-        found = self._index.get(plan.key) if plan.key is not None else None
-        return found is not None and found.row.tier >= plan.tier
+    def _is_there(self, key: bytes, tier: Tier) -> bool:
+        """Whether a key has a row that is at least as durable as one of this tier."""
+        found = self._index.get(key)
+        return found is not None and found.row.tier >= tier
 
     def _grant(self, request: Reserve, plan: Plan, made_from: bytes | None) -> Verdict:
         tier = self._tiers.get(plan.tier)
@@ -223,8 +225,7 @@ class Coordinator:
         )
         # Opened before room is made, so that I3 covers the row that this very save extends.
         self._reservations.open(reservation)
-        staged_bytes = self._reservations.charged_bytes(plan.tier) if tier.staging_bytes else 0
-        if staged_bytes > tier.staging_bytes or not self._make_room(tier):
+        if not self._has_room(tier):
             self._reservations.advance(reservation, Event.LET_GO)
             self._count("dropped_no_space")
             return Verdict("no_space", free_bytes=max(0, self._free_bytes(tier)))
@@ -243,25 +244,24 @@ class Coordinator:
             return Verdict("too_large", free_bytes=tier.budget_bytes)
         before_bytes = reservation.charged_bytes
         self._reservations.extend(reservation, max(before_bytes, request.slab_bytes))
-        if not self._make_room(tier):
+        if not self._has_room(tier):
             self._reservations.extend(reservation, before_bytes)
             return Verdict("no_space", free_bytes=max(0, self._free_bytes(tier)))
         return Verdict("granted", reservation.token)
 
     def _written(self, request: Written) -> None:
         reservation = self._reservations.by_token(request.token)
+        self._wait_for(request, request.token)
         if reservation is None or reservation.client != request.client:
             # Of a coordinator before us: the name in `in/` speaks for itself.
             self._adopt_orphans()
-            self._wait_for(request, request.token)
-            if request.token not in self._adopting:
+            if self._reservations.by_token(request.token) is None:
                 self._wake(request.token, Outcome(self._index.get(request.key) is not None))
             return
-        self._wait_for(request, request.token)
         handover = HandOver(request.key, request.token, reservation.forget)
         if reservation.state is State.OVERTAKEN:
             self._tiers[reservation.plan.tier].lane.tier.refuse(handover)
-            self._end(reservation, Event.LET_GO, "overtaken")
+            self._end(reservation, Event.LET_GO, request.key, "overtaken")
         elif reservation.state is State.RESERVED:
             self._take(reservation, handover)
 
@@ -276,7 +276,7 @@ class Coordinator:
 
     def _cancel(self, request: Cancel) -> None:
         for reservation in self._reservations.of_client(request.client):
-            if reservation.token in request.tokens or reservation.asked == request.asked:
+            if reservation.token in request.tokens or request.asked == reservation.asked > 0:
                 self._let_go(reservation, "cancelled")
 
     def _drop(self, request: Drop) -> None:
@@ -294,6 +294,7 @@ class Coordinator:
         self._now = now
         for reservation in self._reservations.of_client(client):
             self._let_go(reservation, "its owner is gone")
+        self._adopt_orphans()
         for place in [place for place in self._parked if place[0] == client]:
             del self._parked[place]
         return self._take_replies()
@@ -304,7 +305,7 @@ class Coordinator:
         for reservation in self._reservations.of_client(client):
             if reservation.state is State.RESERVED:
                 self._count("overtaken")
-                self._end(reservation, Event.OVERTAKEN, "its owner is stuck")
+                self._end(reservation, Event.OVERTAKEN, reservation.plan.key, "its owner is stuck")
         return self._take_replies()
 
     def touches(self, touch_words: Sequence[int], now: Now) -> None:
@@ -313,10 +314,8 @@ class Coordinator:
             slot = word & 0xFFFFFFFF
             found = self._index.at(slot) if slot < self._index.slots else None
             if found is not None and found.word >> 8 & 0xFFFFFFFF == word >> 32:
-                self._order.hits[slot] += 1
-                self._order.used_unix_s[slot] = now.unix_s
-                self._used_since_stored.add(slot)
-                self._warm(slot, found.row.tier)
+                self._order.hits[slot] = min(self._order.hits[slot] + 1, _MOST)
+                self._warm(slot, found.row.tier, now)
 
     def adopt(self, now: Now) -> int:
         """At start: enter every slab that validates, in order of last use; returns how many."""
@@ -334,8 +333,13 @@ class Coordinator:
                     log.warning("row %s is left alone: %s", entry.key.hex(), entry.why)
             slabs.sort(key=lambda slab: slab.head.meta.last_used_unix_s)
             for slab in slabs:
-                self._enter(state, slab, slab.head.meta.base_key)
-            self._make_room(state)
+                self._enter(state, slab, None)
+            # A row may have been used after those that were made from it, so descent comes second.
+            for slab in slabs:
+                found = self._index.get(slab.head.meta.key)
+                if found is not None and found.row.tier == state.number:
+                    self._descend(found.slot, found.row.text_bytes, slab.head.meta.base_key)
+            self._evict(self._victims(state)[0])
         self._adopt_orphans()
         return len(self._index)
 
@@ -376,9 +380,9 @@ class Coordinator:
                         self._removed(state)
                     case Look():
                         self._looked(state, done.job.key, done)
-                    case Survey():
+                    case Survey() if not done.error:
                         state.survey = self._disagreeing(state, done.keys)
-                    case WriteUse():
+                    case Survey() | WriteUse():
                         pass
         return self._take_replies()
 
@@ -437,27 +441,21 @@ class Coordinator:
 
     def _linked(self, state: TierState, handover: HandOver, done: Done) -> None:
         """CHECKED → LINKED → PUBLISHED; what was forgotten meanwhile goes again."""
-        self._adopting.discard(handover.token)
         reservation = self._reservations.by_token(handover.token)
+        if reservation is None:
+            return
         if done.slab is None:
-            if reservation is not None:
-                self._refuse(reservation, handover, done.error)
-            else:
-                log.warning("%s is removed: %s", handover.name, done.error)
-                state.lane.tier.refuse(handover)
-        elif reservation is None:
-            self._enter(state, done.slab, done.slab.head.meta.base_key)
-            self._make_room(state)
+            self._refuse(reservation, handover, done.error)
+            return
+        self._reservations.advance(reservation, Event.LINKED)
+        if reservation.forget < self._forget:
+            self._release(state, handover.key, 0)
+            self._refuse(reservation, handover, "forgotten")
+        elif self._enter(state, done.slab, reservation.base):
+            self._count(f"saves_{done.slab.head.meta.save_reason.name.lower()}")
+            self._end(reservation, Event.INDEXED, handover.key)
         else:
-            self._reservations.advance(reservation, Event.LINKED)
-            if reservation.forget < self._forget:
-                self._release(state, handover.key, 0)
-                self._refuse(reservation, handover, "forgotten")
-            else:
-                self._enter(state, done.slab, reservation.base)
-                self._count(f"saves_{done.slab.head.meta.save_reason.name.lower()}")
-                self._end(reservation, Event.INDEXED)
-        self._wake(handover.token, Outcome(self._index.get(handover.key) is not None, done.error))
+            self._refuse(reservation, handover, "the index has no room")
 
     def _mismatch(self, reservation: Reservation, slab: Slab) -> str:
         """Why a checked slab is not what was reserved; empty if it is."""
@@ -467,7 +465,7 @@ class Coordinator:
         if slab.slab_bytes > reservation.charged_bytes:
             return f"{slab.slab_bytes} bytes were written and {reservation.charged_bytes} reserved"
         if plan.key is None:
-            return "present already" if self._index.get(meta.key) is not None else ""
+            return "present already" if self._is_there(meta.key, plan.tier) else ""
         if (meta.key, meta.block_key, meta.text_bytes) != (plan.key, plan.block_key, plan.text_bytes):
             return "another row was written than was reserved"
         return ""
@@ -476,7 +474,7 @@ class Coordinator:
         log.info("save of %s is refused: %s", handover.key.hex(), why)
         self._count("dropped_refused")
         self._tiers[reservation.plan.tier].lane.tier.refuse(handover)
-        self._end(reservation, Event.REFUSED, why)
+        self._end(reservation, Event.REFUSED, handover.key, why)
 
     def _let_go(self, reservation: Reservation, why: str) -> None:
         """Give back what an owner will not write any more; what it has named is taken all the same."""
@@ -490,42 +488,67 @@ class Coordinator:
                 self._take(reservation, handover)
                 return
             tier.refuse(handover)
-        self._end(reservation, Event.LET_GO, why)
+        self._end(reservation, Event.LET_GO, reservation.plan.key, why)
 
-    def _end(self, reservation: Reservation, event: Event, why: str = "") -> None:
-        """The key is free or published: advance, and tell everybody who waits for it (I4)."""
-        outcome = Outcome(self._reservations.advance(reservation, event) is State.PUBLISHED, why)
-        if reservation.plan.key is not None:
-            self._wake(reservation.plan.key, outcome)
-        if event is not Event.OVERTAKEN:
+    def _end(self, reservation: Reservation, event: Event, key: bytes | None, why: str = "") -> None:
+        """Advance, and tell everybody who waits for the key or the token (I4).
+
+        What they are told is whether the row is there, whoever has saved it.
+        """
+        state = self._reservations.advance(reservation, event)
+        outcome = Outcome(key is not None and self._index.get(key) is not None, why)
+        for waited_for in {key, reservation.plan.key}:
+            if waited_for is not None:
+                self._wake(waited_for, outcome)
+        if state is not State.OVERTAKEN:
             self._wake(reservation.token, outcome)
+        if state is State.ABANDONED and reservation.plan.key is not None:
+            self._pass_base_on(reservation)
+
+    def _pass_base_on(self, abandoned: Reservation) -> None:
+        """What was to extend a row that will not come extends the one before it (I3)."""
+        for reservation in self._reservations:
+            if reservation.base == abandoned.plan.key:
+                reservation.base = abandoned.base
 
     def _adopt_orphans(self) -> None:
-        """Slabs in `in/` whose reservation died with another coordinator: link those that are wanted."""
+        """Slabs in `in/` whose reservation died with another coordinator."""
         for state in self._tiers.values():
-            tier = state.lane.tier
-            for handover in tier.handed_over():
-                if self._reservations.by_token(handover.token) is None and (
-                    handover.token not in self._adopting
-                ):
-                    if self._is_wanted(state, handover):
-                        self._adopting.add(handover.token)
-                        state.lane.submit(Link(handover))
-                    else:
-                        tier.refuse(handover)
+            for handover in state.lane.tier.handed_over():
+                if self._reservations.by_token(handover.token) is None:
+                    self._adopt_one(state, handover)
 
-    def _is_wanted(self, state: TierState, handover: HandOver) -> bool:
+    def _adopt_one(self, state: TierState, handover: HandOver) -> None:
+        """Reserve its bytes in the name of nobody, and go the way of every other save."""
         try:
             slab = state.lane.tier.check(handover)
         except (CorruptSlab, ForeignObject, OSError) as error:
             log.warning("%s is removed: %s", handover.name, error)
-            return False
-        return (
-            handover.forget >= self._forget
-            and self._index.get(handover.key) is None
-            and self._reservations.by_key(handover.key) is None
-            and slab.slab_bytes <= state.budget_bytes
+            state.lane.tier.refuse(handover)
+            return
+        meta = slab.head.meta
+        # Complete as it is, it does not wait for somebody who makes the same row now.
+        key = meta.key if self._reservations.by_key(meta.key) is None else None
+        reservation = Reservation(
+            token=handover.token,
+            client=_NOBODY,
+            asked=0,
+            forget=handover.forget,
+            base=meta.base_key,
+            plan=Plan(key, meta.block_key, meta.text_bytes, slab.slab_bytes, state.number),
+            charged_bytes=slab.slab_bytes,
         )
+        self._reservations.open(reservation)
+        self._reservations.advance(reservation, Event.NAMED)
+        if self._is_there(meta.key, state.number):
+            self._refuse(reservation, handover, "present already")
+        elif reservation.forget < self._forget:
+            self._refuse(reservation, handover, "forgotten")
+        elif not self._make_room(state):
+            self._refuse(reservation, handover, "no space")
+        else:
+            self._reservations.advance(reservation, Event.CHECKED)
+            state.lane.submit(Link(handover))
 
     # ---- directories against the index
 
@@ -544,20 +567,27 @@ class Coordinator:
 
     def _looked(self, state: TierState, key: bytes, done: Done) -> None:
         """A file without a row is adopted or removed; a row without a file goes."""
+        found = self._index.get(key)
         if done.slab is None:
-            found = self._index.get(key)
             if found is not None and found.row.tier == state.number and not done.is_fault:
                 log.warning("row %s is dropped: %s", key.hex(), done.error)
                 self._count("corrupt_rows")
                 self._remove(found)
-        elif not self._has_row(state, key):
+        elif found is None:
             self._enter(state, done.slab, done.slab.head.meta.base_key)
-            self._make_room(state)
+            found = self._index.get(key)
+            if found is not None and not self._make_room(state):
+                self._remove(found)
+        elif found.row.tier > state.number:
+            self._release(state, key, done.slab.slab_bytes)
 
     # ---- rows
 
-    def _enter(self, state: TierState, slab: Slab, made_from: bytes | None) -> None:
-        """Publish a linked slab and put it at the warm end of its tier."""
+    def _enter(self, state: TierState, slab: Slab, made_from: bytes | None) -> bool:
+        """Publish a linked slab and put it at the warm end of its tier.
+
+        False where the index has no room for it; its file goes then.
+        """
         meta = slab.head.meta
         row = Row(
             key=meta.key,
@@ -571,25 +601,29 @@ class Coordinator:
             reason=meta.save_reason,
             flags=FLAG_HEAD if meta.reason_detail == HEAD_DETAIL else 0,
         )
-        if len(self._index) >= self._index.max_rows:
-            self._evict_one(state)
-        published = self._index.publish(row, self._least_used)
+        is_full = self._index.get(row.key) is None and len(self._index) >= self._index.max_rows
+        published = None
+        if not is_full or self._evict_one(state):
+            published = self._index.publish(row, self._least_used)
         if published is None:
             self._release(state, row.key, row.slab_bytes)
-            return
+            return False
         for gone in (published.evicted, published.replaced):
             if gone is not None:
                 # A row that replaces its like lies under the same name.
                 self._forget_row(gone, keep_file=(gone.row.key, gone.row.tier) == (row.key, row.tier))
-        self._order.add(published.slot, row.tier, meta.last_used_unix_s, meta.hit_count)
+        # A file may say anything of its last use; the future is not believed.
+        used_unix_s = min(meta.last_used_unix_s, self._now.unix_s)
+        self._order.add(published.slot, row.tier, used_unix_s, meta.hit_count)
         state.used_bytes += row.slab_bytes
         state.rows += 1
-        self._descend(published.slot, made_from)
+        self._descend(published.slot, row.text_bytes, made_from)
+        return True
 
-    def _descend(self, slot: int, made_from: bytes | None) -> None:
+    def _descend(self, slot: int, text_bytes: int, made_from: bytes | None) -> None:
         """Note the row it was made from, and let the plain waypoints on the way there go cold."""
         parent = self._index.get(made_from) if made_from is not None else None
-        if parent is None or parent.slot == slot:
+        if parent is None or parent.row.text_bytes >= text_bytes:
             return
         self._order.base[slot] = parent.slot
         self._order.base_mark[slot] = parent.word >> 8 & 0xFFFFFFFF
@@ -599,17 +633,21 @@ class Coordinator:
             if not used_by_others and not found.row.flags & FLAG_HEAD:
                 self._order.cool(found.slot, found.row.tier)
 
-    def _warm(self, slot: int, number: int) -> None:
+    def _warm(self, slot: int, number: int, now: Now) -> None:
         """A touch, and one for those it was made from that others need too."""
+        needed = [(slot, number)]
         for found in self._ancestors(slot):
             if found.row.flags & FLAG_HEAD or self._order.children[found.slot] > 1:
-                self._order.warm(found.slot, found.row.tier)
-        self._order.warm(slot, number)
+                needed.append((found.slot, found.row.tier))
+        for used, tier in reversed(needed):
+            self._order.warm(used, tier)
+            self._order.used_unix_s[used] = now.unix_s
+            self._used_since_stored.add(used)
 
     def _ancestors(self, slot: int) -> Iterator[Found]:
         """The rows that a slot's row was made from, nearest first, as far as they are still here.
 
-        Each is older than the one before it, so the walk ends.
+        Each is shorter than the one before it, so the walk ends.
         """
         while (above := self._order.base[slot]) != NONE:
             found = self._index.at(above)
@@ -618,25 +656,38 @@ class Coordinator:
             yield found
             slot = above
 
+    def _has_room(self, state: TierState) -> bool:
+        """Whether what has just been charged fits: on its way, and where it goes."""
+        staged_bytes = self._reservations.charged_bytes(state.number) if state.staging_bytes else 0
+        return staged_bytes <= state.staging_bytes and self._make_room(state)
+
     def _make_room(self, state: TierState) -> bool:
         """Evict from the cold end until the tier is within its budget; nothing if that cannot be."""
+        victims, short_bytes = self._victims(state)
+        if short_bytes > 0:
+            return False
+        self._evict(victims)
+        return True
+
+    def _victims(self, state: TierState) -> tuple[list[Found], int]:
+        """The coldest rows that may leave, as many as are needed, and the bytes still short then."""
         short_bytes = -self._free_bytes(state)
-        if short_bytes <= 0:
-            return True
-        protected = self._protected()
         victims: list[Found] = []
+        if short_bytes <= 0:
+            return victims, short_bytes
+        protected = self._protected()
         for slot in self._order.coldest(state.number):
-            if short_bytes <= 0:
-                break
             if slot not in protected and (found := self._index.at(slot)) is not None:
                 victims.append(found)
                 short_bytes -= found.row.slab_bytes
-        if short_bytes > 0:
-            return False
+                if short_bytes <= 0:
+                    break
+        return victims, short_bytes
+
+    def _evict(self, victims: list[Found]) -> None:
         for found in victims:
             self._count("evictions")
             self._remove(found)
-        return True
 
     def _free_bytes(self, state: TierState) -> int:
         """What the budget leaves once all that leaves is gone; negative when it is exceeded (I1)."""
@@ -661,15 +712,15 @@ class Coordinator:
                 slots.update(above.slot for above in self._ancestors(found.slot))
         return slots
 
-    def _evict_one(self, state: TierState) -> None:
+    def _evict_one(self, state: TierState) -> bool:
         """Make place for one more row: the coldest of this tier that may leave, else of any tier."""
         protected = self._protected()
         for tier in (state, *self._tiers.values()):
             for slot in self._order.coldest(tier.number):
                 if slot not in protected and (found := self._index.at(slot)) is not None:
-                    self._count("evictions")
-                    self._remove(found)
-                    return
+                    self._evict([found])
+                    return True
+        return False
 
     def _least_used(self, slots: Sequence[int]) -> int:
         """Which of a full bucket's slots leaves: the one without use the longest, if it may."""
@@ -729,8 +780,11 @@ class Coordinator:
         """Park a request until a key or a token has its outcome."""
         if request.mailbox != NO_MAILBOX:
             place = (request.client, request.mailbox)
+            waiting = self._waiters.setdefault(what, [])
+            # Who has gone on to ask something else is forgotten here, however long the save takes.
+            waiting[:] = [(other, asked) for other, asked in waiting if self._parked.get(other) == asked]
+            waiting.append((place, request.request))
             self._parked[place] = request.request
-            self._waiters.setdefault(what, []).append((place, request.request))
 
     def _wake(self, what: bytes | int, outcome: Outcome) -> None:
         """Answer all who wait for a key or a token."""

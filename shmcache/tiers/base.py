@@ -18,8 +18,10 @@ Leaves out: budgets, use order, the index; on which thread it runs (supervisor).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import stat
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -99,7 +101,7 @@ class Tier(ABC):
     def link(self, handover: HandOver) -> Slab:
         """Give it the row's name and take it out of `in/`; returns what lies there then.
 
-        A file that is there already stays if it validates for this key, else it is replaced.
+        A file that is there already stays if it validates for this key and size, else it is replaced.
         Raises OSError, CorruptSlab; nothing new is left then but the hand-over itself.
         """
 
@@ -114,7 +116,8 @@ class Tier(ABC):
                 try:
                     yield read_slab(directory_fd, file_name(key), key)
                 except CorruptSlab as error:
-                    yield Broken(key, str(error), damaged=_is_ours(directory_fd, file_name(key)))
+                    with contextlib.suppress(FileNotFoundError):
+                        yield Broken(key, str(error), damaged=_is_ours(directory_fd, file_name(key)))
                 except ForeignObject as error:
                     yield Broken(key, str(error), damaged=False)
                 except FileNotFoundError:
@@ -130,10 +133,17 @@ class Tier(ABC):
         return read_slab(self.directory_fd(key), file_name(key), key)
 
     def handed_over(self) -> Iterator[HandOver]:
-        """Every slab that waits in `in/`."""
+        """Every slab that waits in `in/`. What is no file there was not handed over (I3)."""
         for name in _names(self.in_fd):
-            if (handover := HandOver.from_name(name)) is not None:
+            handover = HandOver.from_name(name)
+            if handover is not None and stat.S_ISREG(self._mode(name)):
                 yield handover
+
+    def _mode(self, name: str) -> int:
+        try:
+            return os.stat(name, dir_fd=self.in_fd, follow_symlinks=False).st_mode
+        except FileNotFoundError:
+            return 0
 
     def check(self, handover: HandOver) -> Slab:
         """Metadata and size of a slab in `in/`. Raises CorruptSlab, ForeignObject, FileNotFoundError."""

@@ -121,8 +121,10 @@ class DiskTier(Tier):
             shm.give_name(target, directory_fd, name)
         except FileExistsError:
             try:
-                self.read(key)
+                is_same = self.read(key).slab_bytes == os.fstat(target).st_size
             except (CorruptSlab, ForeignObject):
+                is_same = False
+            if not is_same:
                 os.unlink(name, dir_fd=directory_fd)
                 shm.give_name(target, directory_fd, name)
 

@@ -51,7 +51,10 @@ class MemoryTier(Tier):
         super().close()
 
     def _adopt_or_replace(self, handover: HandOver, name: str) -> None:
+        slab_bytes = self.check(handover).slab_bytes
         try:
-            self.read(handover.key)
+            is_same = self.read(handover.key).slab_bytes == slab_bytes
         except (CorruptSlab, ForeignObject):
+            is_same = False
+        if not is_same:
             os.rename(handover.name, name, src_dir_fd=self.in_fd, dst_dir_fd=self._directory_fd)

@@ -28,7 +28,7 @@ from enum import Enum
 
 import msgspec
 
-from shmcache.errors import CorruptSlab, ShmcacheError
+from shmcache.errors import CorruptSlab, ForeignObject, ShmcacheError
 from shmcache.tiers.base import HandOver, Slab, Tier
 
 JOB_DEADLINE_S = 30.0
@@ -139,7 +139,7 @@ class Lane:
         """Queue a job; while the tier is down it ends at once, given up."""
         self._submitted += 1
         if self._worker is None:
-            self._given_up.append(Done(job, error="the tier is down"))
+            self._given_up.append(Done(job, error="the tier is down", is_fault=True))
             self._wake()
         else:
             if not self._worker.pending:
@@ -186,7 +186,7 @@ class Lane:
         worker, self._worker = self._worker, None
         assert worker is not None
         self.state = LaneState.DOWN
-        self._given_up += [Done(job, error=why) for job in worker.pending]
+        self._given_up += [Done(job, error=why, is_fault=True) for job in worker.pending]
         worker.jobs.put(None)
         self._up_again_s = now_s + BACKOFF_S[min(self._downs, len(BACKOFF_S) - 1)]
         self._downs += 1
@@ -218,7 +218,7 @@ def _run_job(tier: Tier, job: Job) -> Done:
                 return Done(job, keys=frozenset(tier.keys()))
             case Look():
                 return Done(job, slab=tier.read(job.key))
-    except (CorruptSlab, FileNotFoundError) as error:
+    except (CorruptSlab, ForeignObject, FileNotFoundError) as error:
         return Done(job, error=str(error))
     except Exception as error:  # I1: whatever a tier raises stays in its lane
         return Done(job, error=f"{type(error).__name__}: {error}", is_fault=True)
