@@ -33,9 +33,10 @@ LAYERS: dict[str, str] = {
     "control": "shm",
     "page": "shm",
     "index": "shm key page",
+    "slots": "shm",
     "slab": "shm kvc page",
     "tiers": "shm key kvc protocol slab",
-    "decisions.table": "index shm",
+    "decisions.table": "index shm slots",
     "decisions.db": "index",
     "view": "shm key kvc protocol control page index tiers",
     "coordinator": "policy reservation claims lru protocol key kvc index tiers page control decisions.table "
@@ -47,7 +48,8 @@ LAYERS: dict[str, str] = {
     "decisions": "client",
     "server": "coordinator connection shm key kvc protocol mq control page index slab tiers",
     "workers": "shm key identity kvc policy page slab client decisions",
-    "tools": "shm key identity kvc policy protocol mq control page index client view observe check server workers decisions",
+    "tools": "shm key identity kvc policy protocol mq control page index client view observe check server "
+    "workers decisions",
 }
 EVERYBODY = {"errors", "config"}
 
