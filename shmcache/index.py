@@ -249,6 +249,10 @@ class _Table:
     def entry(self, slot: int) -> int:
         return self.entries + slot * self.entry_bytes
 
+    def words(self, segment: memoryview) -> memoryview:
+        """The publish words by slot, of a segment seen as words."""
+        return segment[self.entries // 8 : self.entry(self.slots) // 8 : self.entry_bytes // 8]
+
 
 class _Layout:
     """Where everything of a segment lies, from its two bucket counts."""
@@ -290,8 +294,9 @@ class IndexReader:
         self._words = buffer.cast("Q")
         self._header = self._words[-HEADER_BYTES // 8 :]
         self._rows, self._blocks, self._bitmaps = layout.rows, layout.blocks, layout.bitmaps
-        # For the hot paths: the publish words of rows, by slot, and what else they need.
-        self._row_words = self._words[self._rows.entries // 8 : self._rows.end // 8 : ROW_BYTES // 8]
+        self._row_words = self._rows.words(self._words)
+        self._block_words = self._blocks.words(self._words)
+        # For the hot paths.
         self._row_buckets, self._rows_at = self._rows.buckets, self._rows.entries
         self._block_buckets, self._block_tags = self._blocks.buckets, self._blocks.tags
         self._replacements = self._header[_REPLACEMENTS_WORD]
@@ -398,23 +403,26 @@ class IndexReader:
         slot, word = self._find_block(block_key)
         if slot < 0:
             return 0
-        bitmap = self._bitmaps + slot * BITMAP_BYTES
-        tails = int.from_bytes(self._raw[bitmap : bitmap + BITMAP_BYTES], "little")
-        return tails if self._words[self._blocks.entry(slot) >> 3] == word else 0
+        tails = self._bitmap(slot)
+        return tails if self._block_words[slot] == word else 0
+
+    def _bitmap(self, block: int) -> int:
+        start = self._bitmaps + block * BITMAP_BYTES
+        return int.from_bytes(self._raw[start : start + BITMAP_BYTES], "little")
 
     def _find_block(self, block_key: bytes) -> tuple[int, int]:
         """Slot and publish word of a block; slot -1 where it is not there."""
-        words, find, tags = self._words, self._find, self._block_tags
+        words, find, tags = self._block_words, self._find, self._block_tags
         tag, first, second = _places(block_key)
         for choice in (first, second):
             bucket = choice % self._block_buckets * SLOTS + tags
             at = find(tag, bucket, bucket + SLOTS)
             while at >= 0:
                 slot = at - tags
-                entry = self._blocks.entry(slot)
-                if word := words[entry >> 3]:
+                if word := words[slot]:
+                    entry = self._blocks.entry(slot)
                     image = self._raw[entry : entry + BLOCK_ENTRY_BYTES]
-                    if crc32c(image) == _SOUND and words[entry >> 3] == word and image[_KEY] == block_key:
+                    if crc32c(image) == _SOUND and words[slot] == word and image[_KEY] == block_key:
                         return slot, word
                 at = find(tag, at + 1, bucket + SLOTS)
         return -1, 0
@@ -433,25 +441,18 @@ class IndexReader:
     def rows(self) -> Iterator[Found]:
         """Yield all rows, in no order: for people and for checks."""
         for start in range(0, self._rows.slots, _SCAN_SLOTS):
-            count = min(_SCAN_SLOTS, self._rows.slots - start)
-            for slot, word in enumerate(self._row_words[start : start + count].tolist(), start):
+            for slot, word in enumerate(self._row_words[start : start + _SCAN_SLOTS].tolist(), start):
                 if word and (found := self.at(slot)) is not None:
                     yield found
 
     def blocks(self) -> Iterator[tuple[bytes, int]]:
         """Yield all blocks, in no order, as block key and bitmap (bit t: a row with tail t): for checks."""
         for start in range(0, self._blocks.slots, _SCAN_SLOTS):
-            count = min(_SCAN_SLOTS, self._blocks.slots - start)
-            for slot, word in enumerate(self._entry_words(self._blocks, start, count), start):
+            for slot, word in enumerate(self._block_words[start : start + _SCAN_SLOTS].tolist(), start):
                 if word:
                     entry = self._blocks.entry(slot)
                     block_key = self._raw[entry + 8 : entry + 40]
                     yield block_key, self._tails(block_key)
-
-    def _entry_words(self, table: _Table, slot: int, count: int) -> list[int]:
-        """The publish words of `count` slots."""
-        first, step = table.entry(slot) >> 3, table.entry_bytes >> 3
-        return self._words[first : first + count * step : step].tolist()
 
     def stats(self) -> dict[str, int]:
         """Return the coordinator's figures by name."""
@@ -463,7 +464,7 @@ class IndexReader:
 
     def close(self) -> None:
         """End this view, so that its mapping can be closed. No call may follow."""
-        for view in (self._row_words, self._header, self._words):
+        for view in (self._row_words, self._block_words, self._header, self._words):
             view.release()
         del self._raw, self._find
 
@@ -528,51 +529,40 @@ class IndexWriter(IndexReader):
         if len(row.key) != KEY_BYTES or len(row.block_key) != KEY_BYTES or not 0 <= row.tail < BLOCK_BYTES:
             raise ValueError(f"not a row: {row}")
         # Everything that can fail comes before anything that shows.
-        if self._find_block(row.block_key)[0] < 0 and self._free_slot(self._blocks, row.block_key) < 0:
+        word = self._next_word()
+        image = _row_image(word, row)
+        if not self._has_room_for(row.block_key):
             self._add("refused_blocks_full", 1)
             return None
         replaced, evicted = self.get(row.key), None
-        slot = self._free_slot(self._rows, row.key)
+        slot = self._free_slot(self._rows, self._row_words, row.key)
         if slot < 0:
             others = [at for at in self._choices(row.key) if replaced is None or at != replaced.slot]
             slot = coldest(others)
             evicted = self._evict(slot, others)
-        word = self._next_word()
-        self._publish_row(slot, word, row)
-        self._publish_bit(row)
-        if replaced is None:
-            self._add("rows", 1)
-        else:
-            place = len(self._words) * 8 - HEADER_BYTES + _REPLACEMENTS_WORD * 8
-            self._store(place, self._words[place >> 3] + 1)  # P8 replaced
-            self._store(self._rows.entry(replaced.slot), 0)  # P9 old word
-        return Published(slot, word, evicted, replaced)
-
-    def _publish_row(self, slot: int, word: int, row: Row) -> None:
-        image = _sealed(
-            _ROW.pack(
-                word,
-                row.key,
-                row.block_key,
-                row.identity_tag,
-                row.text_bytes,
-                row.slab_bytes,
-                row.token_count,
-                row.flags,
-                row.tail,
-                row.tier,
-                row.reason,
-            )
-        )
         entry = self._rows.entry(slot)
         self._copy(entry + 8, image[8:])  # P1 body
         self._copy(self._rows.tags + slot, row.key[:1])  # P2 tag
         self._store(entry, word)  # P3 word
+        self._publish_bit(row)
+        if replaced is None:
+            self._add("rows", 1)
+        else:
+            place = self._buffer.nbytes - HEADER_BYTES + _REPLACEMENTS_WORD * 8
+            self._store(place, self._words[place >> 3] + 1)  # P8 replaced
+            self._store(self._rows.entry(replaced.slot), 0)  # P9 old word
+        return Published(slot, word, evicted, replaced)
+
+    def _has_room_for(self, block_key: bytes) -> bool:
+        return (
+            self._find_block(block_key)[0] >= 0
+            or self._free_slot(self._blocks, self._block_words, block_key) >= 0
+        )
 
     def _publish_bit(self, row: Row) -> None:
         slot, _ = self._find_block(row.block_key)
         if slot < 0:
-            slot = self._free_slot(self._blocks, row.block_key)
+            slot = self._free_slot(self._blocks, self._block_words, row.block_key)
             word = self._next_word()
             image = _sealed(_BLOCK.pack(word, row.block_key))
             entry = self._blocks.entry(slot)
@@ -595,7 +585,7 @@ class IndexWriter(IndexReader):
         block, _ = self._find_block(row.block_key)
         place, bit = self._bit(block, row.tail)
         self._store(place, self._words[place >> 3] & ~bit)  # R1 bit
-        if not self._tails(row.block_key):
+        if not self._bitmap(block):
             self._store(self._blocks.entry(block), 0)  # R2 block word
             self._add("blocks", -1)
         self._store(self._rows.entry(found.slot), 0)  # R3 word
@@ -614,11 +604,12 @@ class IndexWriter(IndexReader):
         buckets = {choice % self._rows.buckets for choice in _places(key)[1:]}
         return [bucket * SLOTS + number for bucket in buckets for number in range(SLOTS)]
 
-    def _free_slot(self, table: _Table, key: bytes) -> int:
+    def _free_slot(self, table: _Table, words: memoryview, key: bytes) -> int:
         """A free slot for a key in its better bucket; -1 where both are full."""
-        first, second = (choice % table.buckets * SLOTS for choice in _places(key)[1:])
-        first_words = self._entry_words(table, first, SLOTS)
-        second_words = self._entry_words(table, second, SLOTS)
+        _, first, second = _places(key)
+        first, second = first % table.buckets * SLOTS, second % table.buckets * SLOTS
+        first_words = words[first : first + SLOTS].tolist()
+        second_words = words[second : second + SLOTS].tolist()
         first_free, second_free = first_words.count(0), second_words.count(0)
         if not first_free and not second_free:
             return -1
@@ -646,6 +637,24 @@ class IndexWriter(IndexReader):
 
     def _copy(self, offset: int, data: bytes) -> None:
         self._buffer[offset : offset + len(data)] = data
+
+
+def _row_image(word: int, row: Row) -> bytes:
+    return _sealed(
+        _ROW.pack(
+            word,
+            row.key,
+            row.block_key,
+            row.identity_tag,
+            row.text_bytes,
+            row.slab_bytes,
+            row.token_count,
+            row.flags,
+            row.tail,
+            row.tier,
+            row.reason,
+        )
+    )
 
 
 def _sealed(body: bytes) -> bytes:
