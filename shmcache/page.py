@@ -10,10 +10,13 @@
     48     8     touches   worker       touches written so far, modulo nothing: the ring's head
     56     8     mapped    worker       bytes of slabs that it keeps mapped
     64     8     orphaned  worker       those of them whose row has left
+    72     8     decided   worker       the head of the second ring
     512    1024  counters  worker       one word for each name in COUNTERS
     4096   8192  ring      worker       1,024 touch words: slot | generation << 32
     12288  65536 mailboxes coordinator  16 of 4,096 bytes:
                                         0 request id (stored last) · 8 length · 12 crc32c · 16 body
+    77824  8192  ring 2    worker       touches of decisions, as the ring's
+    86016  1 MiB outbox    worker       what is too large for a message; not mapped, made when it is used
 
 Owner: the worker, one page each, in pages/<client>. Made without a name, locked, then linked: there
 is no moment in which a scanner could see it unlocked while its owner lives.
@@ -56,11 +59,15 @@ BODY_OFFSET = 16
 BODY_BYTES = MAILBOX_BYTES - BODY_OFFSET
 RING_WORDS = 1024
 MAILBOX_OFFSET = 4096 + 8 * RING_WORDS
-SIZE_BYTES = MAILBOX_OFFSET + MAILBOXES * MAILBOX_BYTES
+DECISION_RING_OFFSET = MAILBOX_OFFSET + MAILBOXES * MAILBOX_BYTES
+SIZE_BYTES = DECISION_RING_OFFSET + 8 * RING_WORDS
+OUTBOX_BYTES = (1 << 20) + 65_536
+"""An outbox takes the largest decision, or a batch of ordinary ones."""
 
 _MAGIC = int.from_bytes(b"shmcpag2", "little")
 _COUNTER_WORD = 512 // 8
 _RING_WORD = 4096 // 8
+_DECISION_RING_WORD = DECISION_RING_OFFSET // 8
 _RING_READABLE = RING_WORDS - 1  # the oldest one may be in the middle of being overwritten
 _REPLY_HEAD = struct.Struct("<II")
 
@@ -109,6 +116,10 @@ class Word(IntEnum):
     TOUCHES = 6
     MAPPED = 7
     ORPHANED = 8
+    DECISION_TOUCHES = 9
+
+
+_DECISION_TOUCHES = int(Word.DECISION_TOUCHES)
 
 
 class _PageView:
@@ -126,7 +137,7 @@ class _PageView:
 
 def _map_page(fd: int) -> Mapping:
     """Map an existing page. Raises LayoutMismatch where a differently built worker made it."""
-    if os.fstat(fd).st_size != SIZE_BYTES:
+    if not SIZE_BYTES <= os.fstat(fd).st_size <= SIZE_BYTES + OUTBOX_BYTES:
         raise LayoutMismatch(LAYOUT, 0)
     mapping = Mapping(fd, SIZE_BYTES, writable=True)
     if (theirs := mapping.words[Word.LAYOUT]) != LAYOUT:
@@ -176,6 +187,21 @@ class WorkerPage(_PageView):
         head = self.words[Word.TOUCHES]
         self.words[_RING_WORD + head % RING_WORDS] = touch
         self.words[Word.TOUCHES] = head + 1
+
+    def touch_decision(self, touch: int) -> None:
+        """Note the use of a decision, in the second ring. Two threads at once may lose a touch: it costs
+        an entry its place in the order of use, and a lock would cost every hit."""
+        words = self.words
+        head = words[_DECISION_TOUCHES]
+        words[_DECISION_RING_WORD + head % RING_WORDS] = touch
+        words[_DECISION_TOUCHES] = head + 1
+
+    def write_outbox(self, content: bytes) -> None:
+        """Lay down what a message will point to. Raises OSError where /dev/shm is full.
+
+        By pwrite, not through a mapping, which would kill by SIGBUS there; and the receiver reads it so.
+        """
+        shm.write_all(self._fd, content, SIZE_BYTES)
 
     def prepare_wait(self, mailbox: int) -> None:
         """Make the mailbox's FIFO, once, before its first request is sent."""
@@ -236,6 +262,27 @@ class WorkerPage(_PageView):
         os.close(self._fd)
 
 
+class _Ring:
+    """A reader's place in a ring of touches: the head word that the worker moves, and what was seen."""
+
+    def __init__(self, words: memoryview, head: int, first: int) -> None:
+        self._head, self._first = head, first
+        # Touches before this coordinator's time name rows of another index: none of this one's.
+        self._seen = max(0, words[head] - _RING_READABLE)
+        self.missed = 0
+
+    def drain(self, words: memoryview) -> list[int]:
+        """Touches since the last call, oldest first."""
+        head = words[self._head]
+        first = max(self._seen, head - _RING_READABLE)
+        touches = [words[self._first + n % RING_WORDS] for n in range(first, head)]
+        # The owner may have gone round while we copied: what it has overtaken is not what we wanted.
+        overtaken = max(0, words[self._head] - _RING_READABLE - first)
+        self.missed += first - self._seen + overtaken
+        self._seen = head
+        return touches[overtaken:]
+
+
 class ClientPage(_PageView):
     """The coordinator's side of one worker: liveness, touches, counts, mailboxes."""
 
@@ -249,9 +296,18 @@ class ClientPage(_PageView):
         except BaseException:
             os.close(self._fd)
             raise
-        # Touches before this coordinator's time name rows of another index: none of this one's.
-        self._touches_seen = max(0, self.words[Word.TOUCHES] - _RING_READABLE)
-        self.touches_missed = 0
+        self._rows = _Ring(self.words, Word.TOUCHES, _RING_WORD)
+        self._decisions = _Ring(self.words, Word.DECISION_TOUCHES, _DECISION_RING_WORD)
+
+    @property
+    def touches_missed(self) -> int:
+        """Touches of rows that were overwritten before they were drained."""
+        return self._rows.missed
+
+    @property
+    def decision_touches_missed(self) -> int:
+        """The same of decisions."""
+        return self._decisions.missed
 
     def lives(self) -> bool:
         """Whether the worker's process holds its lock (I1)."""
@@ -259,14 +315,17 @@ class ClientPage(_PageView):
 
     def drain_touches(self) -> list[int]:
         """Touch words since the last call, oldest first; those overwritten meanwhile are counted."""
-        head = self.words[Word.TOUCHES]
-        first = max(self._touches_seen, head - _RING_READABLE)
-        touches = [self.words[_RING_WORD + n % RING_WORDS] for n in range(first, head)]
-        # The owner may have gone round while we copied: what it has overtaken is not what we wanted.
-        overtaken = max(0, self.words[Word.TOUCHES] - _RING_READABLE - first)
-        self.touches_missed += first - self._touches_seen + overtaken
-        self._touches_seen = head
-        return touches[overtaken:]
+        return self._rows.drain(self.words)
+
+    def drain_decision_touches(self) -> list[int]:
+        """The same of decisions."""
+        return self._decisions.drain(self.words)
+
+    def read_outbox(self, offset: int, length: int) -> bytes:
+        """A copy of what the worker laid down; shorter than asked where there is no such place."""
+        if offset < 0 or not 0 <= length <= OUTBOX_BYTES - offset:
+            return b""
+        return os.pread(self._fd, length, SIZE_BYTES + offset)
 
     def send(self, mailbox: int, request: int, body: bytes) -> bool:
         """Put a reply into a mailbox and wake its reader; False if nobody reads there any more.

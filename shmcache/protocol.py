@@ -14,7 +14,8 @@ where no reply is wanted) and a request id that never repeats for that client. R
 idempotent per client: the holder's second Reserve or Written gets the first one's answer.
 
 Invariants
-    I1  A message fits MESSAGE_BYTES, a reply fits a mailbox: at most MAX_PLANS plans.
+    I1  A message fits MESSAGE_BYTES, a reply fits a mailbox: at most MAX_PLANS plans, MAX_KEYS keys. What
+        is larger lies in the sender's page, and the message says where (Outbox).
     I2  Whatever bytes arrive, decode() returns a message or raises msgspec.MsgspecError.
 Leaves out: how bytes travel (mq, page) and what is answered (coordinator).
 """
@@ -119,7 +120,85 @@ class Drop(Request, frozen=True, tag="drop"):
     why: str
 
 
-AnyRequest = Reserve | Extend | Written | Await | Cancel | Drop
+MAX_KEYS = 256
+VALUE_LIMIT_BYTES = (1 << 20) + 1
+
+DecisionKey = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+DecisionKeys = Annotated[list[DecisionKey], msgspec.Meta(max_length=MAX_KEYS)]
+Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 46)]
+
+
+class Item(msgspec.Struct, frozen=True, array_like=True):
+    """One decision to add. ttl_ms from the moment when it is added; None: it does not expire."""
+
+    key: DecisionKey
+    value: Annotated[bytes, msgspec.Meta(max_length=VALUE_LIMIT_BYTES)]
+    ttl_ms: Milliseconds | None
+
+
+class Outbox(msgspec.Struct, frozen=True, array_like=True):
+    """Where in the sender's page the items of an Add lie, encoded; the receiver copies, then checks."""
+
+    offset: Size
+    length: Size
+    crc32c: int
+
+
+class Claim(Request, frozen=True, tag="claim"):
+    """Name all missing keys of one call. Others may take the claim over limit_ms after it was granted."""
+
+    limit_ms: Milliseconds
+    keys: DecisionKeys
+
+
+class AwaitClaims(Request, frozen=True, tag="await_claims"):
+    """Reply when one of these keys that is claimed or being committed is not any more."""
+
+    keys: DecisionKeys
+
+
+class Add(Request, frozen=True, tag="add"):
+    """Store decisions, unless somebody was first.
+
+    clear is the clear number under which they were computed, claim the claim (0: none). The items are
+    here, or where outbox says.
+    """
+
+    clear: Id
+    claim: Id
+    items: Annotated[list[Item], msgspec.Meta(max_length=MAX_KEYS)]
+    outbox: Outbox | None = None
+
+
+class Release(Request, frozen=True, tag="release"):
+    """The claim is not used any more; its keys that were added have left it already."""
+
+    claim: Id
+
+
+class Renew(Request, frozen=True, tag="renew"):
+    """Let a decision live for ttl_ms from now; 0 removes it, None lets it live for ever."""
+
+    key: DecisionKey
+    ttl_ms: Milliseconds | None
+
+
+class Delete(Request, frozen=True, tag="delete"):
+    """Forget these decisions."""
+
+    keys: DecisionKeys
+
+
+class Clear(Request, frozen=True, tag="clear"):
+    """Forget all decisions."""
+
+
+class Prune(Request, frozen=True, tag="prune"):
+    """Remove what has expired."""
+
+
+DecisionRequest = Claim | AwaitClaims | Add | Release | Renew | Delete | Clear | Prune
+AnyRequest = Reserve | Extend | Written | Await | Cancel | Drop | DecisionRequest
 
 VerdictKind = Literal["granted", "present", "held", "no_space", "too_large", "forgotten", "tier_down"]
 
@@ -151,11 +230,38 @@ class Stale(msgspec.Struct, frozen=True, array_like=True, tag="stale"):
     epoch: int
 
 
-AnyReply = Reserved | Outcome | Stale
+class Claimed(msgspec.Struct, frozen=True, array_like=True, tag="claimed"):
+    """granted: compute, under this claim. present: read the table again. held: somebody computes."""
+
+    kind: Literal["granted", "present", "held"]
+    claim: int = 0
+
+
+class Free(msgspec.Struct, frozen=True, array_like=True, tag="free"):
+    """It is worth looking again."""
+
+
+AddVerdict = Literal["stored", "held", "ended", "too_large", "failed"]
+
+
+class Added(msgspec.Struct, frozen=True, array_like=True, tag="added"):
+    """Verdicts in the order of the items; held: the table has the value that was first."""
+
+    verdicts: list[AddVerdict]
+
+
+class Deleted(msgspec.Struct, frozen=True, array_like=True, tag="deleted"):
+    """How many decisions there were."""
+
+    count: int
+
+
+AnyReply = Reserved | Outcome | Stale | Claimed | Free | Added | Deleted
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
 _reply_decoder: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
+_items_decoder = msgspec.msgpack.Decoder(Annotated[list[Item], msgspec.Meta(max_length=MAX_KEYS)])
 
 LAYOUT = crc32c(
     repr(
@@ -164,6 +270,7 @@ LAYOUT = crc32c(
             [(kind.__name__, kind.__struct_fields__) for kind in (*AnyRequest.__args__, *AnyReply.__args__)],
             Plan.__struct_fields__,
             Verdict.__struct_fields__,
+            Item.__struct_fields__,
         )
     ).encode()
 )
@@ -171,3 +278,4 @@ LAYOUT = crc32c(
 encode = _encoder.encode
 decode_request = _request_decoder.decode
 decode_reply = _reply_decoder.decode
+decode_items = _items_decoder.decode

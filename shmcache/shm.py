@@ -4,7 +4,7 @@ Layout of one namespace; everything below the directory is mode 0600, directorie
 
     /dev/shm/shmcache.<uid>.<namespace>/     control  pages/  fifo/
                                              ram.<epoch>/  ram_file/  disk/, each with in/
-    /dev/shm/shmcache.<uid>.<namespace>.<epoch>.index            segment
+    /dev/shm/shmcache.<uid>.<namespace>.<epoch>.index            segment, and another .decisions
     /shmcache.<uid>.<namespace>                                  message queue
 
 Owner: this module owns no object; it owns the rules by which all others are made and opened.
@@ -76,6 +76,10 @@ class Names:
     def index_segment(self, epoch: int) -> str:
         """Name of an epoch's index segment, as multiprocessing.shared_memory takes it."""
         return f"{self._flat}.{epoch:016x}.index"
+
+    def decisions_segment(self, epoch: int) -> str:
+        """Name of an epoch's decision table, as multiprocessing.shared_memory takes it."""
+        return f"{self._flat}.{epoch:016x}.decisions"
 
     def epoch_segments(self) -> list[Path]:
         """Every segment of this namespace that exists, of whatever epoch.

@@ -20,9 +20,11 @@ from shmcache.errors import ForeignObject, LayoutMismatch
 from shmcache.page import (
     BODY_BYTES,
     COUNTERS,
+    DECISION_RING_OFFSET,
     MAILBOX_BYTES,
     MAILBOX_OFFSET,
     MAILBOXES,
+    OUTBOX_BYTES,
     RING_WORDS,
     SIZE_BYTES,
     ClientPage,
@@ -64,7 +66,8 @@ def test_the_layout_leaves_no_overlap() -> None:
     assert max(Word) < 512 // 8
     assert 512 + 8 * len(COUNTERS) <= 4096
     assert MAILBOX_OFFSET == 4096 + 8 * RING_WORDS
-    assert SIZE_BYTES == MAILBOX_OFFSET + MAILBOXES * MAILBOX_BYTES
+    assert DECISION_RING_OFFSET == MAILBOX_OFFSET + MAILBOXES * MAILBOX_BYTES
+    assert SIZE_BYTES == DECISION_RING_OFFSET + 8 * RING_WORDS
     assert MAILBOX_OFFSET % 8 == 0
     assert len(set(COUNTERS)) == len(COUNTERS)
 
@@ -428,3 +431,29 @@ def test_a_signal_handlers_exception_ends_a_wait_and_a_harmless_one_does_not(
             while_signals_come(2)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_decisions_have_a_ring_of_their_own(space: Namespace, worker: WorkerPage) -> None:
+    with contextlib.closing(ClientPage(space.names, CLIENT)) as page:
+        worker.touch(1)
+        for touch in range(RING_WORDS + 5):
+            worker.touch_decision(touch)
+        assert page.drain_touches() == [1]
+        assert page.drain_decision_touches()[-1] == RING_WORDS + 4
+        assert page.decision_touches_missed == 6
+        assert page.touches_missed == 0
+
+
+def test_the_outbox_is_read_as_it_was_written_and_nothing_more(
+    space: Namespace, worker: WorkerPage
+) -> None:
+    with contextlib.closing(ClientPage(space.names, CLIENT)) as page:
+        assert page.read_outbox(0, 10) == b""
+        content = os.urandom(OUTBOX_BYTES)
+        worker.write_outbox(content)
+        assert page.read_outbox(0, OUTBOX_BYTES) == content
+        assert page.read_outbox(7, 5) == content[7:12]
+        for offset, length in ((-1, 5), (0, OUTBOX_BYTES + 1), (OUTBOX_BYTES, 1), (0, -1)):
+            assert page.read_outbox(offset, length) == b""
+    with contextlib.closing(ClientPage(space.names, CLIENT)):
+        pass  # a page that has grown is still one

@@ -13,17 +13,32 @@ from msgspec.structs import replace
 from shmcache import page, protocol
 from shmcache.connection import Head
 from shmcache.protocol import (
+    MAX_KEYS,
     MAX_PLANS,
     MESSAGE_BYTES,
     NO_MAILBOX,
+    Add,
+    Added,
     AnyReply,
     AnyRequest,
     Await,
+    AwaitClaims,
     Cancel,
+    Claim,
+    Claimed,
+    Clear,
+    Delete,
+    Deleted,
     Drop,
     Extend,
+    Free,
+    Item,
+    Outbox,
     Outcome,
     Plan,
+    Prune,
+    Release,
+    Renew,
     Reserve,
     Reserved,
     Stale,
@@ -35,6 +50,7 @@ from shmcache.protocol import (
 
 MOST = (1 << 63) - 1
 KEY = b"k" * 32
+DECISION_KEY = b"k" * 16
 HEAD = Head(epoch=MOST, client=MOST, mailbox=page.MAILBOXES - 1, request=MOST)
 PLAN = Plan(KEY, KEY, 1 << 48, 1 << 48, Tier.DISK)
 REQUESTS: list[AnyRequest] = [
@@ -45,6 +61,15 @@ REQUESTS: list[AnyRequest] = [
     Await(**HEAD, key=KEY),
     Cancel(**HEAD, tokens=[MOST] * MAX_PLANS, asked=MOST),
     Drop(**HEAD, key=KEY, word=(1 << 64) - 1, why="\U0001f40c" * 200),
+    Claim(**HEAD, limit_ms=1 << 46, keys=[DECISION_KEY] * MAX_KEYS),
+    AwaitClaims(**HEAD, keys=[DECISION_KEY] * MAX_KEYS),
+    Add(**HEAD, clear=MOST, claim=MOST, items=[Item(DECISION_KEY, b"v" * 100, None)] * 64),
+    Add(**HEAD, clear=0, claim=0, items=[], outbox=Outbox(0, page.OUTBOX_BYTES, (1 << 32) - 1)),
+    Release(**HEAD, claim=MOST),
+    Renew(**HEAD, key=DECISION_KEY, ttl_ms=1 << 46),
+    Delete(**HEAD, keys=[DECISION_KEY] * MAX_KEYS),
+    Clear(**HEAD),
+    Prune(**HEAD),
 ]
 REPLIES: list[AnyReply] = [
     Reserved([Verdict(kind, MOST, 1 << 48) for kind in get_args(VerdictKind)] * 2),
@@ -52,6 +77,10 @@ REPLIES: list[AnyReply] = [
     Outcome(True),
     Outcome(False, "w" * 1000),
     Stale(MOST),
+    Claimed("granted", MOST),
+    Free(),
+    Added(["too_large"] * MAX_KEYS),
+    Deleted(MOST),
 ]
 
 
@@ -93,6 +122,9 @@ def test_a_request_is_no_reply_and_a_reply_no_request() -> None:
         Reserve(**HEAD, forget=0, base=None, plans=[Plan(KEY, KEY, 0, (1 << 48) + 1, Tier.RAM)]),
         Reserve(**HEAD, forget=0, base=None, plans=[Plan(KEY, KEY, 0, 1, 3)]),  # type: ignore[arg-type]
         Extend(**HEAD, token=1 << 63, slab_bytes=1),
+        Claim(**HEAD, limit_ms=1, keys=[DECISION_KEY] * (MAX_KEYS + 1)),
+        Delete(**HEAD, keys=[KEY]),
+        Add(**HEAD, clear=0, claim=0, items=[Item(DECISION_KEY, b"", -1)]),
         replace(Await(**HEAD, key=KEY), epoch=1 << 63),
         replace(Await(**HEAD, key=KEY), request=-1),
     ],

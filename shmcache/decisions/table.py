@@ -1,0 +1,393 @@
+"""Given 16 bytes: which decision is stored under them, and does it still live?
+
+One segment of shared memory: a hash table of fixed entries (slots) with the value inside, and an area of
+units for values that are larger.
+
+         0 ┌───────────────┐ tags and entries, as slots lays them out
+           ├───────────────┤ units         256 bytes each: values of more than 196 bytes, in one piece
+    -4,096 ├───────────────┤ header and statistics
+           └───────────────┘
+
+    offset size name           writer       meaning
+    header
+         0    8 magic          coordinator  "shmcdec1", stored last
+         8    8 layout         coordinator  LAYOUT_HASH of its build
+        16    8 epoch          coordinator  as in the control page
+        24    8 max_rows       coordinator  how many decisions may be in
+        32    8 buckets        coordinator
+        40    8 units          coordinator
+        64    8 replacements   coordinator  as in slots
+       512 1024 statistics     coordinator  128 words, named by STAT_NAMES
+    entry, 256 bytes
+         0    8 word           coordinator  as in slots
+         8   16 key            coordinator
+        24    8 ends_ns        coordinator  CLOCK_BOOTTIME at which it ends; 0 = never
+        32    8 expires_unix_s coordinator  double; the same for people and for renewal; 0 = never
+        40    4 written_unix_s coordinator  for people
+        44    4 value_bytes    coordinator
+        48    4 unit           coordinator  first unit of a larger value; FFFFFFFF = inside
+        52    4 value_crc32c   coordinator  of a larger value
+        56  196 value          coordinator  zero where the value is in units
+       252    4 check          coordinator  as in slots
+
+Owner: the coordinator, through TableWriter.
+Readers: every process, through TableReader. Of a larger value the units are copied, then summed, then
+the word is loaded once more: units are given to another value only after their entry has gone.
+Invariants
+    I1  A value is returned only while its life lasts, by a clock that no step of the wall clock moves.
+    I2  A value is returned whole: inside it is covered by the entry's check, in units by its own sum
+        and by the word that still stands after the copy.
+    I3  Units belong to at most one entry; they are free again when its word is 0.
+    I4  At most max_rows entries are in.
+Leans on: CLOCK_BOOTTIME is read without a system call (vDSO) and goes on while the machine sleeps.
+Leaves out: who was first (arbiter), which leaves (arbiter, by lru), what the bytes mean (codec).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import time
+from collections.abc import Iterator
+from mmap import mmap
+
+import msgspec
+from crc32c import crc32c
+
+from shmcache.errors import LayoutMismatch
+from shmcache.slots import Entry, Place, SlotReader, SlotWriter
+
+KEY_BYTES = 16
+ENTRY_BYTES = 256
+UNIT_BYTES = 256
+INSIDE_BYTES = 196
+HEADER_BYTES = 4096
+
+STAT_NAMES = (
+    "rows",
+    "max_rows",
+    "units_used",
+    "units",
+    "loaded",
+    "adds",
+    "stored",
+    "held",
+    "refused_ended",
+    "refused_too_large",
+    "failed",
+    "evicted",
+    "expired",
+    "deleted",
+    "claims",
+    "claims_held",
+    "claims_overtaken",
+    "claims_in_flight",
+    "commits",
+    "durability",
+    "is_down",
+    "touches_missed",
+)
+"""The statistics words in their order. `durability` is 2 full, 1 commit, 0 memory."""
+
+_INSIDE = 0xFFFFFFFF
+_FIXED = struct.Struct("<QdIIII")
+_FIXED_AT = 8 + KEY_BYTES
+_VALUE_AT = _FIXED_AT + _FIXED.size
+_fixed = _FIXED.unpack_from
+assert _VALUE_AT + INSIDE_BYTES + 4 == ENTRY_BYTES
+
+_MAGIC = int.from_bytes(b"shmcdec1", "little")
+_MAGIC_WORD, _LAYOUT_WORD, _EPOCH_WORD, _MAX_ROWS_WORD, _BUCKETS_WORD, _UNITS_WORD = range(6)
+_REPLACEMENTS_WORD = 8
+_STATS_WORD = 64
+_STAT_WORD = {name: _STATS_WORD + number for number, name in enumerate(STAT_NAMES)}
+assert len(STAT_NAMES) <= 128
+
+LAYOUT_HASH = int.from_bytes(
+    hashlib.sha256(
+        repr((HEADER_BYTES, UNIT_BYTES, _FIXED.format, ENTRY_BYTES, STAT_NAMES)).encode()
+    ).digest()[:8],
+    "little",
+)
+
+
+class Decision(msgspec.Struct, frozen=True, gc=False):
+    """One entry, for people, for eviction and for the database."""
+
+    key: bytes
+    value: bytes
+    expires_unix_s: float | None
+    written_unix_s: int
+
+
+def _layout(max_rows: int, units: int) -> tuple[Place, int, int]:
+    """Where the entries, the units and the header lie: place, offset of units, segment size."""
+    return _layout_of_buckets(Place.of(max_rows, ENTRY_BYTES), units)
+
+
+def _layout_of_buckets(place: Place, units: int) -> tuple[Place, int, int]:
+    units_at = -(-place.end // UNIT_BYTES) * UNIT_BYTES
+    end = -(-(units_at + units * UNIT_BYTES) // 4096) * 4096
+    return place, units_at, end + HEADER_BYTES
+
+
+def segment_bytes(max_rows: int, units: int) -> int:
+    """Size of a segment: 457 bytes a decision, and its units."""
+    return _layout(max_rows, units)[2]
+
+
+class TableReader:
+    """Lookups without a lock. `buffer` is a memoryview over a whole mmap."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        """Raises LayoutMismatch if another build made the segment, or if it is none."""
+        if buffer.nbytes < HEADER_BYTES or buffer.nbytes % 8:
+            raise LayoutMismatch(LAYOUT_HASH, 0)
+        raw = buffer.obj
+        if not isinstance(raw, mmap) or len(raw) != buffer.nbytes:
+            raise TypeError("a decision table needs a memoryview over a whole mmap")
+        self._raw = raw
+        self._header = buffer.cast("Q")[-HEADER_BYTES // 8 :]
+        theirs = self._header[_LAYOUT_WORD] if self._header[_MAGIC_WORD] == _MAGIC else 0
+        place = Place(self._header[_BUCKETS_WORD], ENTRY_BYTES)
+        _, self._units_at, size_bytes = _layout_of_buckets(place, self._header[_UNITS_WORD])
+        if theirs != LAYOUT_HASH or size_bytes != buffer.nbytes or not place.buckets:
+            raise LayoutMismatch(LAYOUT_HASH, theirs)
+        replacements = self._header[_REPLACEMENTS_WORD : _REPLACEMENTS_WORD + 1]
+        self._slots = self._open(raw, place, replacements)
+        self._get = self._slots.get
+        self.touch = 0
+        """Names the entry that get() returned last: slot, and the low half of its generation."""
+
+    def _open(self, raw: mmap, place: Place, replacements: memoryview) -> SlotReader:
+        return SlotReader(raw, place, replacements)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the coordinator that made this segment."""
+        return self._header[_EPOCH_WORD]
+
+    @property
+    def max_rows(self) -> int:
+        """How many decisions may be in."""
+        return self._header[_MAX_ROWS_WORD]
+
+    def __len__(self) -> int:
+        return self._header[_STAT_WORD["rows"]]
+
+    def get(self, key: bytes) -> tuple[bytes, float | None] | None:
+        """The living value of a key and its Unix expiry, or None."""
+        entry = self._get(key)
+        if entry is None:
+            return None
+        image, slot, word = entry
+        ends_ns, expires, _written, value_bytes, unit, value_crc = _fixed(image, _FIXED_AT)
+        if ends_ns and ends_ns <= time.clock_gettime_ns(time.CLOCK_BOOTTIME):
+            return None
+        self.touch = slot | (word >> 8 & 0xFFFFFFFF) << 32
+        if unit == _INSIDE:
+            return image[_VALUE_AT : _VALUE_AT + value_bytes], expires or None
+        value = self._units(unit, value_bytes)
+        if crc32c(value) != value_crc or self._slots.word(slot) != word:
+            # Its entry has left, and the units with it: at that moment it was a miss.
+            return None
+        return value, expires or None
+
+    def decisions(self) -> Iterator[Decision]:
+        """All that live, in no order."""
+        now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        for entry in self._slots.entries():
+            if not ended(entry, now_ns) and (decision := self.decision(entry)) is not None:
+                yield decision
+
+    def decision(self, entry: Entry) -> Decision | None:
+        """An entry decoded; None where its value has left meanwhile."""
+        image, slot, word = entry
+        _ends_ns, expires, written, value_bytes, unit, value_crc = _fixed(image, _FIXED_AT)
+        value = image[_VALUE_AT : _VALUE_AT + value_bytes]
+        if unit != _INSIDE:
+            value = self._units(unit, value_bytes)
+            if crc32c(value) != value_crc or self._slots.word(slot) != word:
+                return None
+        return Decision(image[8:_FIXED_AT], value, expires or None, written)
+
+    def stats(self) -> dict[str, int]:
+        """The coordinator's figures by name."""
+        return {name: self._header[word] for name, word in _STAT_WORD.items()}
+
+    def close(self) -> None:
+        """End this view, so that its mapping can be closed. No call may follow."""
+        self._slots.close()
+        self._header.release()
+        del self._raw, self._get
+
+    def _units(self, unit: int, value_bytes: int) -> bytes:
+        start = self._units_at + unit * UNIT_BYTES
+        return self._raw[start : start + value_bytes]
+
+
+def ended(entry: Entry, now_ns: int) -> bool:
+    """Whether the life of an entry is over at this CLOCK_BOOTTIME instant."""
+    ends_ns: int = _fixed(entry[0], _FIXED_AT)[0]
+    return 0 < ends_ns <= now_ns
+
+
+class Life(msgspec.Struct, frozen=True, gc=False):
+    """When a decision was written and when it ends, by both clocks; 0 and None: never."""
+
+    written_unix_s: int
+    expires_unix_s: float | None = None
+    ends_ns: int = 0
+
+
+class TableWriter(TableReader):
+    """The one writer: puts values in, takes them out, and keeps units and figures in step."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        super().__init__(buffer)
+        self._free = Units(self._header[_UNITS_WORD])
+
+    def _open(self, raw: mmap, place: Place, replacements: memoryview) -> SlotReader:
+        self._writer = SlotWriter(raw, place, replacements)
+        return self._writer
+
+    @classmethod
+    def create(cls, buffer: memoryview, max_rows: int, units: int, epoch: int) -> TableWriter:
+        """Lay out an empty table in zeroed memory of exactly `segment_bytes(max_rows, units)`."""
+        place, _, size_bytes = _layout(max_rows, units)
+        if max_rows < 1 or buffer.nbytes != size_bytes:
+            raise ValueError(f"{max_rows} decisions need {size_bytes} bytes, not {buffer.nbytes}")
+        with buffer.cast("Q") as words, words[-HEADER_BYTES // 8 :] as header:
+            header[_LAYOUT_WORD] = LAYOUT_HASH
+            header[_EPOCH_WORD] = epoch
+            header[_MAX_ROWS_WORD] = max_rows
+            header[_BUCKETS_WORD] = place.buckets
+            header[_UNITS_WORD] = units
+            header[_MAGIC_WORD] = _MAGIC
+        return cls(buffer)
+
+    @property
+    def slots(self) -> int:
+        """Slots are numbered 0 to slots - 1."""
+        return self._writer.slots
+
+    def entry(self, key: bytes) -> Entry | None:
+        """The entry of a key, living or not."""
+        return self._writer.get(key)
+
+    def at(self, slot: int) -> Entry | None:
+        """The entry in a slot."""
+        return self._writer.at(slot)
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries, living or not."""
+        return self._writer.entries()
+
+    def choices(self, key: bytes) -> list[int]:
+        """The slots that a key may lie in, where no free one is left."""
+        return [] if self._writer.free_slot(key) >= 0 else self._writer.choices(key)
+
+    def fits(self, value: bytes) -> bool:
+        """Whether there is room for a value now; if not, something with units has to leave first."""
+        return len(value) <= INSIDE_BYTES or self._free.has(units_of(value))
+
+    def put(self, key: bytes, value: bytes, life: Life) -> int:
+        """Show a value in a free slot, in place of the one that the key has; returns its slot.
+
+        The caller has made room: choices(key) is empty and fits(value) is true.
+        """
+        slot = self._writer.free_slot(key)
+        replaced = self._writer.get(key)
+        if len(value) <= INSIDE_BYTES:
+            unit, crc, inside = _INSIDE, 0, value
+        else:
+            unit, crc, inside = self._free.take(units_of(value)), crc32c(value), b""
+            start = self._units_at + unit * UNIT_BYTES
+            self._raw[start : start + len(value)] = value
+        fixed = _FIXED.pack(
+            life.ends_ns, life.expires_unix_s or 0.0, life.written_unix_s, len(value), unit, crc
+        )
+        self._writer.publish(slot, key, fixed + inside.ljust(INSIDE_BYTES, b"\0"), replaced)
+        if replaced is None:
+            self.add_stat("rows", 1)
+        else:
+            self._give_units(replaced)
+        return slot
+
+    def remove(self, entry: Entry) -> None:
+        """Take an entry out; its units are free afterwards (I3)."""
+        self._writer.remove(entry[1])
+        self._give_units(entry)
+        self.add_stat("rows", -1)
+
+    def _give_units(self, entry: Entry) -> None:
+        _ends, _expires, _written, value_bytes, unit, _crc = _fixed(entry[0], _FIXED_AT)
+        if unit != _INSIDE:
+            self._free.give(unit, -(-value_bytes // UNIT_BYTES))
+        self.set_stat("units_used", self._free.used)
+
+    def set_stat(self, name: str, value: int) -> None:
+        """Show a figure to everybody."""
+        self._header[_STAT_WORD[name]] = value
+
+    def add_stat(self, name: str, by: int = 1) -> None:
+        """Move a figure."""
+        self._header[_STAT_WORD[name]] += by
+
+
+def units_of(value: bytes) -> int:
+    """How many units a value takes; 0 where it lies inside its entry."""
+    return 0 if len(value) <= INSIDE_BYTES else -(-len(value) // UNIT_BYTES)
+
+
+def has_units(entry: Entry) -> bool:
+    """Whether an entry that leaves gives units back."""
+    unit: int = _fixed(entry[0], _FIXED_AT)[4]
+    return unit != _INSIDE
+
+
+class Units:
+    """Which units are free? Buddies: blocks of 1, 2, 4 … units; a block that comes back joins its twin.
+
+    A value takes the next power of two, a quarter more than it needs on average, and in return there is
+    no search and no compaction.
+    """
+
+    def __init__(self, units: int) -> None:
+        self.used = 0
+        self._free: list[set[int]] = [set() for _ in range(max(1, units).bit_length())]
+        start = 0
+        for order in range(len(self._free) - 1, -1, -1):
+            if units & 1 << order:
+                self._free[order].add(start)
+                start += 1 << order
+
+    def has(self, units: int) -> bool:
+        """Whether a block of so many units is free."""
+        return any(self._free[_order(units) :])
+
+    def take(self, units: int) -> int:
+        """The first unit of a block that is now taken."""
+        order = wanted = _order(units)
+        while not self._free[order]:
+            order += 1
+        start = self._free[order].pop()
+        while order > wanted:
+            order -= 1
+            self._free[order].add(start + (1 << order))
+        self.used += 1 << wanted
+        return start
+
+    def give(self, start: int, units: int) -> None:
+        """Take a block back."""
+        order = _order(units)
+        self.used -= 1 << order
+        while order < len(self._free) and (twin := start ^ 1 << order) in self._free[order]:
+            self._free[order].remove(twin)
+            start = min(start, twin)
+            order += 1
+        self._free[order].add(start)
+
+
+def _order(units: int) -> int:
+    return (units - 1).bit_length()

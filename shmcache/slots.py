@@ -1,0 +1,223 @@
+"""Given a key: in which slot of a hash table in shared memory is its entry?
+
+    tags      1 byte a slot: the first byte of its key; 8 slots are a bucket
+    entries   fixed size, a multiple of 8:   word 8 | key | body | check 4
+
+    word   generation << 8 | 1, or 0: free        check   CRC32C of all bytes before it, word included
+
+A key belongs into two buckets, named by its bytes 8 to 16, and may lie in any of their 16 slots: in the
+first while 3 slots or more are free there, then in the emptier of the two. Entries never move.
+
+Publish: each step is one copy or one word store, in this order.
+    P1 body         body and check of a free slot, whose word is 0
+    P2 tag          probes come by
+    P3 word         the entry is there
+    P4 replaced     P4 and P5 only where the key had an entry: `replacements` moves on,
+    P5 old word     and the old entry is gone
+Remove: R1 word.
+
+Owner: one writer, through SlotWriter.
+Readers: every process over a read-only mapping, without a lock or a message.
+    1 find the tag in the first bucket, then in the second; at each match
+    2 load the word; 0: the next match
+    3 copy the entry
+    4 verify the check over the copy, word included
+    5 load the word again; where the check or the word differs: the next match, then once more from 1
+    6 compare the whole key; another: the next match
+    7 at a miss: if `replacements` has moved since 1, once more from 1, because the new entry may have
+      come behind the reader's back while the old one left before its eyes
+    The second attempt ends in a hit or a miss, whatever it meets.
+Invariants
+    I1  An entry is found by its key if and only if its word is not 0; P3, P5 and R1 are single stores.
+    I2  What a reader returns was published, whole, between its two word loads: generations only grow, and
+        where loads may pass each other the check says that body and word belong together.
+    I3  A key that has an entry is found at every moment of a replacement (7).
+    I4  A writer that dies between two steps leaves every entry whole or not there.
+Leans on: aligned stores through memoryview.cast("Q") never tear; a new segment reads as zeros.
+Leaves out: what a body holds, and who leaves when both buckets are full (the table's owner).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from mmap import mmap
+
+import msgspec
+from crc32c import crc32c
+
+SLOTS = 8
+USED_PER_BUCKET = 4.5
+PREFER_FIRST_BELOW = 6
+
+_PUBLISHED = 1
+_CHECK = struct.Struct("<I")
+_first_place: Callable[[bytes], tuple[bytes, int]] = struct.Struct("<c7xI4x").unpack
+_places: Callable[[bytes], tuple[bytes, int, int]] = struct.Struct("<c7xII").unpack
+
+# Of bytes followed by their CRC32C the CRC32C is a constant: one call verifies an entry, check included.
+_SOUND = crc32c(_CHECK.pack(crc32c(b"")))
+_SCAN_SLOTS = 1024
+
+Entry = tuple[bytes, int, int]
+"""A verified copy, its slot, and the word that published it."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a table lies in its segment, which starts with its tags: a slot is the offset of its tag."""
+
+    buckets: int
+    entry_bytes: int
+
+    @classmethod
+    def of(cls, entries: int, entry_bytes: int) -> Place:
+        """Place for so many entries. Two buckets more, so that a handful has a choice at all."""
+        return cls(int(entries / USED_PER_BUCKET) + 2, entry_bytes)
+
+    @property
+    def slots(self) -> int:
+        """Slots are numbered 0 to slots - 1."""
+        return self.buckets * SLOTS
+
+    @property
+    def start(self) -> int:
+        """Offset of the first entry: the next line of 64 bytes."""
+        return -(-self.slots // 64) * 64
+
+    @property
+    def end(self) -> int:
+        """Offset behind the last entry."""
+        return self.start + self.slots * self.entry_bytes
+
+
+class SlotReader:
+    """Lookups without a lock. Keys have 16 bytes."""
+
+    def __init__(self, raw: mmap, place: Place, replacements: memoryview) -> None:
+        """A table in a whole mapping; `replacements` is its counter, a view of one word."""
+        self._raw = raw
+        self._find = raw.find
+        self._buckets, self._start, self._size = place.buckets, place.start, place.entry_bytes
+        self._words = memoryview(raw)[place.start : place.end].cast("Q")[:: place.entry_bytes // 8]
+        self._replacements = replacements
+        self.retries = self.lost = 0
+
+    @property
+    def slots(self) -> int:
+        """Slots are numbered 0 to slots - 1."""
+        return self._buckets * SLOTS
+
+    def get(self, key: bytes) -> Entry | None:
+        """The entry of a key, or None."""
+        tag, first = _first_place(key)
+        bucket = first % self._buckets * SLOTS
+        slot = self._find(tag, bucket, bucket + SLOTS)  # 1
+        if slot >= 0:
+            word = self._words[slot]  # 2
+            start = slot * self._size + self._start
+            image = self._raw[start : start + self._size]  # 3
+            if (
+                crc32c(image) == _SOUND and self._words[slot] == word and image[8:24] == key and word
+            ):  # 4, 5, 6
+                return image, slot, word
+        return self._search(key)
+
+    def _search(self, key: bytes) -> Entry | None:
+        """The whole algorithm; `get` is its first match, unrolled."""
+        tag, *choices = _places(key)
+        for is_last in (False, True):
+            replacements = self._replacements[0]
+            differs = False
+            for choice in choices:
+                bucket = choice % self._buckets * SLOTS
+                slot = self._find(tag, bucket, bucket + SLOTS)  # 1
+                while slot >= 0:
+                    if word := self._words[slot]:  # 2
+                        image = self._image(slot)  # 3
+                        if crc32c(image) != _SOUND or self._words[slot] != word:  # 4, 5
+                            differs = True
+                        elif image[8:24] == key:  # 6
+                            return image, slot, word
+                    slot = self._find(tag, slot + 1, bucket + SLOTS)
+            if not differs and self._replacements[0] == replacements:  # 7
+                return None
+            if is_last:
+                self.lost += 1
+            else:
+                self.retries += 1
+        return None
+
+    def at(self, slot: int) -> Entry | None:
+        """The entry in a slot, or None: free, changing just now, or no such slot."""
+        if not 0 <= slot < self.slots:
+            return None
+        word = self._words[slot]
+        image = self._image(slot)
+        if crc32c(image) == _SOUND and self._words[slot] == word and word:
+            return image, slot, word
+        return None
+
+    def word(self, slot: int) -> int:
+        """The word of a slot as it is now: whether what was read there still stands."""
+        return self._words[slot]
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries, in no order."""
+        for start in range(0, self.slots, _SCAN_SLOTS):
+            for slot, word in enumerate(self._words[start : start + _SCAN_SLOTS].tolist(), start):
+                if word and (entry := self.at(slot)) is not None:
+                    yield entry
+
+    def close(self) -> None:
+        """End this view. No call may follow."""
+        self._words.release()
+        del self._raw, self._find
+
+    def _image(self, slot: int) -> bytes:
+        start = slot * self._size + self._start
+        return self._raw[start : start + self._size]
+
+
+class SlotWriter(SlotReader):
+    """The one writer of a table."""
+
+    def __init__(self, raw: mmap, place: Place, replacements: memoryview) -> None:
+        super().__init__(raw, place, replacements)
+        # Random, so that nothing noted of another epoch's table names an entry of this one.
+        self._generation = int.from_bytes(os.urandom(6), "little")
+
+    def free_slot(self, key: bytes) -> int:
+        """A free slot for a key in its better bucket; -1 where both are full."""
+        first, second = (choice % self._buckets * SLOTS for choice in _places(key)[1:])
+        first_words = self._words[first : first + SLOTS].tolist()
+        second_words = self._words[second : second + SLOTS].tolist()
+        first_free, second_free = first_words.count(0), second_words.count(0)
+        if not first_free and not second_free:
+            return -1
+        if first_free > SLOTS - PREFER_FIRST_BELOW or first_free >= second_free:
+            return first + first_words.index(0)
+        return second + second_words.index(0)
+
+    def choices(self, key: bytes) -> list[int]:
+        """The slots of both buckets of a key."""
+        buckets = {choice % self._buckets for choice in _places(key)[1:]}
+        return [bucket * SLOTS + number for bucket in buckets for number in range(SLOTS)]
+
+    def publish(self, slot: int, key: bytes, body: bytes, replaced: Entry | None) -> int:
+        """Show an entry in a free slot; the entry that it replaces goes afterwards. Returns its word."""
+        self._generation += 1
+        word = self._generation << 8 | _PUBLISHED
+        sealed = word.to_bytes(8, "little") + key + body
+        start = slot * self._size + self._start
+        self._raw[start + 8 : start + self._size] = sealed[8:] + _CHECK.pack(crc32c(sealed))  # P1 body
+        self._raw[slot : slot + 1] = key[:1]  # P2 tag
+        self._words[slot] = word  # P3 word
+        if replaced is not None:
+            self._replacements[0] += 1  # P4 replaced
+            self._words[replaced[1]] = 0  # P5 old word
+        return word
+
+    def remove(self, slot: int) -> None:
+        """Take an entry out."""
+        self._words[slot] = 0  # R1 word
