@@ -1,6 +1,6 @@
 # Five words for people and for CI. Each makes .venv first, which is quick when it is there.
 # More arguments: make test ARGS="-k pool -x", make demo ARGS=--json, make bench ARGS="index --quick".
-.PHONY: setup demo test check stress bench
+.PHONY: setup setup-tests demo test check stress bench
 .SUFFIXES:
 ARGS ?=
 BIN := .venv/bin
@@ -11,7 +11,10 @@ demo: setup ## two model workers share a prompt: the whole system in a minute
 setup: ## .venv with everything in it, and the demo's model
 	@bash .ci/setup
 
-test: setup ## all tests, the real model included
+setup-tests: ## the same, and the servers that tests talk to
+	@bash .ci/setup tests
+
+test: setup-tests ## all tests, the real model included
 	$(BIN)/python -m pytest $(ARGS)
 
 check: setup ## formatting, lint, types
@@ -19,7 +22,7 @@ check: setup ## formatting, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-stress: setup ## the long runs: kills, races, fuzzing
+stress: setup-tests ## the long runs: kills, races, fuzzing
 	$(BIN)/python -m pytest -m stress --timeout 0 $(ARGS)
 
 bench: setup ## measurements beside their peers

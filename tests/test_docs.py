@@ -16,7 +16,7 @@ from shmcache.tools.main import make_parser
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 INTERNALS = (ROOT / "INTERNALS.md").read_text(encoding="utf-8")
-MAKE_TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def code_blocks(text: str, language: str) -> list[str]:
