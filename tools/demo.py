@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -361,6 +362,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Play, compare, report; 1 where a reply differs."""
+    if find_spec("llama_cpp") is None:
+        raise ConfigError("the demo needs llama-cpp-python: pip install 'shmcache[llama]'")
     names = Names(arguments.namespace)
     if names.directory.exists():
         raise ConfigError(f"namespace {arguments.namespace} is in use: the demo wants one of its own")

