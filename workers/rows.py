@@ -30,7 +30,7 @@ from shmcache.identity import (
     tenant_hash,
 )
 from shmcache.key import BLOCK_BYTES, PrefixWalk, RowAddress, row_address
-from shmcache.kvc import LayerRun, Meta, Reason, head_bytes
+from shmcache.kvc import Meta, Reason, head_bytes
 from shmcache.workers.state import ContextState, SizeLine, context_params
 from shmcache.workers.trail import Trail
 
@@ -50,7 +50,6 @@ class Author(msgspec.Struct, frozen=True, kw_only=True):
     rewindable: bool
     tenant: str | None
     size: SizeLine
-    layout: tuple[LayerRun, ...]
 
     @classmethod
     def of(
@@ -74,7 +73,6 @@ class Author(msgspec.Struct, frozen=True, kw_only=True):
             rewindable=state.rewindable,
             tenant=tenant,
             size=state.measured_size(),
-            layout=(),
         )
 
     def anchor_plan(self, walk: PrefixWalk, text_bytes: int, token_count: int, trail: Trail) -> SavePlan:
@@ -124,7 +122,7 @@ class Author(msgspec.Struct, frozen=True, kw_only=True):
             rewindable=self.rewindable,
             model_name=self.model_name,
             tenant_hash=tenant_hash(self.tenant) if self.tenant is not None else None,
-            layout=self.layout,
+            layout=self.size.layout,
             base_key=trail.base_key(),
         )
 

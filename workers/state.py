@@ -25,7 +25,9 @@ Leaves out: which tokens the cells hold (sequence), what to do when a state is r
 from __future__ import annotations
 
 import ctypes
+from itertools import groupby
 from pathlib import Path
+from struct import Struct
 from typing import TYPE_CHECKING
 
 import llama_cpp
@@ -34,6 +36,7 @@ import numpy as np
 
 from shmcache.errors import RestoreRefused
 from shmcache.identity import ContextParams, Lora, build_hash, content_hash
+from shmcache.kvc import LayerRun, blob_bytes
 
 if TYPE_CHECKING:
     from shmcache.key import Buffer
@@ -46,6 +49,8 @@ _NOT_TEXT = (
     | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
     | llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
 )
+_FRAMING_BYTES, _CELL_BYTES = 24, 12
+_ROW_HEAD = Struct("<III")
 _U8 = ctypes.POINTER(ctypes.c_uint8)
 
 
@@ -74,10 +79,14 @@ class ModelVocabulary:
 
 
 class SizeLine(msgspec.Struct, frozen=True):
-    """How large a state is: exact on full attention, an upper bound where a window caps it."""
+    """How large a state is: exact on full attention, an upper bound where a window caps it.
+
+    layout is what the bytes are made of, empty where they are framed in another way than kvc knows.
+    """
 
     fixed_bytes: int
     token_bytes: int
+    layout: tuple[LayerRun, ...] = ()
 
     def bytes_at(self, token_count: int) -> int:
         """Upper bound of the state of so many tokens."""
@@ -172,14 +181,19 @@ class ContextState:
         """Decode one token, then one more, and see how the state grows. Leaves the cells empty."""
         self.clear()
         token = max(0, llama_cpp.llama_vocab_bos(self._vocab))
-        sizes = []
+        blobs = []
         for _ in range(2):
             batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(token), 1)
             if llama_cpp.llama_decode(self._ctx, batch) != 0:
                 raise RestoreRefused("llama.cpp did not decode a single token")
-            sizes.append(self.size_bytes())
+            blobs.append(bytearray(self.size_bytes()))
+            self.copy_out(memoryview(blobs[-1]))
         self.clear()
-        return SizeLine(2 * sizes[0] - sizes[1], sizes[1] - sizes[0])
+        one_bytes, two_bytes = map(len, blobs)
+        layout = _layout(blobs[0]) if self.rewindable and not self.n_swa else ()
+        if any(blob_bytes(layout, index + 1) != len(blob) for index, blob in enumerate(blobs)):
+            layout = ()
+        return SizeLine(2 * one_bytes - two_bytes, two_bytes - one_bytes, layout)
 
     def decoded_tokens(self) -> int:
         """All tokens that this context has decoded, by llama.cpp's own counters (n_p_eval + n_eval).
@@ -191,6 +205,24 @@ class ContextState:
         prompt = counters.n_p_eval if counters.n_p_eval > 1 or counters.t_p_eval_ms else 0
         single = counters.n_eval if counters.n_eval > 1 or counters.t_eval_ms else 0
         return int(prompt + single)
+
+
+def _layout(blob: bytearray) -> tuple[LayerRun, ...]:
+    """Read the layers of a state of one token (kvc.blob_bytes draws it); empty where it does not parse."""
+    offset = _FRAMING_BYTES + _CELL_BYTES
+    rows: list[tuple[int, int]] = []
+    while offset + _ROW_HEAD.size <= len(blob):
+        type_, row_bytes, values = _ROW_HEAD.unpack_from(blob, offset)
+        transposed = values != 0  # type, bytes of one value, values of a row, instead of type, bytes of a row
+        if transposed:
+            row_bytes *= values
+        rows.append((type_, row_bytes))
+        offset += _ROW_HEAD.size + row_bytes
+    if offset != len(blob) or len(rows) % 2:
+        return ()
+    half = len(rows) // 2
+    layers = [(*key, *value) for key, value in zip(rows[:half], rows[half:], strict=True)]
+    return tuple(LayerRun(len(list(run)), *layer) for layer, run in groupby(layers))
 
 
 def unsupported(llama: llama_cpp.Llama) -> str | None:

@@ -10,7 +10,7 @@ import pytest
 from model import tiny
 
 import shmcache
-from shmcache import Cache
+from shmcache import Cache, client
 from shmcache.config import Gates
 from shmcache.tools.demo import CoordinatorProcess
 from shmcache.workers import SharedLlama
@@ -39,8 +39,11 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def cache(coordinator: CoordinatorProcess, namespace: str) -> Iterator[Cache]:
-    """A cache with a coordinator."""
+def cache(
+    coordinator: CoordinatorProcess, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cache]:
+    """A cache with a coordinator, which may be slow to answer: a busy machine skips no save here."""
+    monkeypatch.setattr(client, "RESERVE_TIMEOUT_MS", 10_000)
     with shmcache.attach(namespace) as attached:
         yield attached
 
