@@ -484,6 +484,7 @@ class Moving:
         self.reader = IndexReader(memoryview(self.memory))
         for name in ("_row_words", "_header", "_raw", "_find"):
             setattr(self.reader, name, Seen(getattr(self.reader, name), self.access))
+        self.reader.get = self.reader._make_get()
         found = self.reader.get(key)
         return found.row if found else None, self.accesses
 
@@ -683,7 +684,8 @@ def reads(reader: IndexReader, keys: list[bytes]) -> float:
             return words[slot]
 
     reader._row_words = CountedWords()  # type: ignore[assignment]
-    assert not any(reader.get(key) for key in keys)
+    get = reader._make_get()
+    assert not any(get(key) for key in keys)
     reader._row_words = words
     return loaded / len(keys)
 
