@@ -45,7 +45,9 @@ from shmcache.tiers.disk import disk_directory, disk_path
 KEPT_MAPPING_BYTES = 1 << 30
 """How much a worker keeps mapped by default: twenty rows of 2,000 tokens of a small model."""
 
-RESERVE_TIMEOUT_MS = 50
+RESERVE_TIMEOUT_MS = 250
+"""An answer takes 0.1 ms, but the request waits for it: past this the prompt is computed unsaved."""
+
 _ANSWER_NS = 2_000_000_000
 _IDLE_S = 0.5
 _VERDICT_COUNTERS: dict[VerdictKind, str] = {

@@ -35,6 +35,9 @@ import msgspec
 
 from shmcache import page, protocol, shm
 from shmcache.control import EPOCH_WORD, ControlPage
+from shmcache.control import Word as ControlWord
+from shmcache.decisions.table import LAYOUT_HASH as DECISIONS_LAYOUT_HASH
+from shmcache.decisions.table import TableReader
 from shmcache.errors import ForeignObject, NoCoordinator, ShmcacheError
 from shmcache.index import LAYOUT_HASH, IndexReader
 from shmcache.mq import RequestQueue
@@ -44,8 +47,8 @@ from shmcache.shm import SHM_ROOT, Names
 
 log = logging.getLogger(__name__)
 
-LAYOUT = LAYOUT_HASH ^ page.LAYOUT ^ protocol.LAYOUT << 32
-"""What the control page must say: index, pages and messages are those of this build."""
+LAYOUT = LAYOUT_HASH ^ DECISIONS_LAYOUT_HASH ^ page.LAYOUT ^ protocol.LAYOUT << 32
+"""What the control page must say: index, decisions, pages and messages are those of this build."""
 
 FAULTS = (ShmcacheError, OSError)
 """What a cache may run into; a worker turns these into a miss or a skipped save."""
@@ -64,11 +67,12 @@ class Head(TypedDict):
 
 
 class _View:
-    """One epoch's index, mapped; a reader for each thread, because readers keep counts."""
+    """One epoch's index and decisions, mapped; readers for each thread, because readers keep counts."""
 
-    def __init__(self, epoch: int, mapping: shm.Mapping) -> None:
+    def __init__(self, epoch: int, mapping: shm.Mapping, decisions: shm.Mapping) -> None:
         self.epoch = epoch
         self._mapping = mapping
+        self._decisions = decisions
         self._local = threading.local()
         self.reader()
 
@@ -79,8 +83,16 @@ class _View:
             reader = self._local.reader = IndexReader(self._mapping.bytes)
         return reader
 
+    def decisions(self) -> TableReader:
+        """This thread's reader of the decision table. Raises LayoutMismatch."""
+        reader: TableReader | None = getattr(self._local, "decisions", None)
+        if reader is None:
+            reader = self._local.decisions = TableReader(self._decisions.bytes)
+        return reader
+
     def close(self) -> None:
         self._mapping.close()
+        self._decisions.close()
 
 
 class Connection:
@@ -115,6 +127,30 @@ class Connection:
         if view is not None and control is not None and control.words[EPOCH_WORD] == view.epoch:
             return view.reader()
         return self._attach()
+
+    def decisions(self) -> TableReader | None:
+        """The current decision table, as reader()."""
+        view, control = self._view, self._control
+        if view is None or control is None or control.words[EPOCH_WORD] != view.epoch:
+            if self._attach() is None:
+                return None
+            view = self._view
+        return view.decisions() if view is not None else None
+
+    @property
+    def clear(self) -> int:
+        """The clear number under which a decision is computed now; 0 without a coordinator."""
+        return self._control.words[ControlWord.CLEAR] if self._control is not None else 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this process reads; 0 without one."""
+        return self._view.epoch if self._view is not None else 0
+
+    @property
+    def page(self) -> WorkerPage | None:
+        """This process's own page."""
+        return self._page
 
     def tier_path(self, tier: Tier) -> Path:
         """Where a tier's slabs are handed over and, in memory, lie. Raises NoCoordinator."""
@@ -157,12 +193,13 @@ class Connection:
                 return
             try:
                 mapping = shm.Mapping.open(SHM_ROOT / self.names.index_segment(epoch))
+                decisions = shm.Mapping.open(SHM_ROOT / self.names.decisions_segment(epoch))
             except FileNotFoundError:
                 # A newer coordinator has removed it between our two looks.
                 if last_try:
                     raise
             else:
-                self._view = _View(epoch, mapping)
+                self._view = _View(epoch, mapping, decisions)
                 return
 
     def _make_page(self) -> None:
@@ -259,9 +296,9 @@ class Connection:
     def _ask_once(
         self, make: Callable[[Head], AnyRequest], mailbox: int, deadline_ns: int
     ) -> AnyReply | None:
-        self.reader()
+        reader = self.reader()  # attaches, or remaps
         worker_page, control = self._page, self._control
-        if worker_page is None or control is None:
+        if reader is None or worker_page is None or control is None:
             self.count("save_dropped_no_coordinator")
             return None
         worker_page.prepare_wait(mailbox)
@@ -279,8 +316,12 @@ class Connection:
         return None
 
     def _send(self, make: Callable[[Head], AnyRequest], mailbox: int, deadline_ns: int) -> int | None:
-        """Send under the current epoch; the request id, or None if nothing was sent."""
-        if self.reader() is None or self._view is None:
+        """Send under the current epoch; the request id, or None if nothing was sent.
+
+        Not to a coordinator that is down: nobody would answer, and its queue would be full of the past.
+        """
+        control = self._control if self.reader() is not None else None
+        if control is None or self._view is None or not control.coordinator_lives():
             self.count("save_dropped_no_coordinator")
             return None
         with self._lock:
