@@ -16,13 +16,14 @@ from types import ModuleType
 
 from shmcache.config import check_namespace
 from shmcache.errors import ConfigError, ShmcacheError
-from shmcache.tools import check, clean, demo, explain, stat
+from shmcache.tools import check, clean, demo, explain, serve, stat
 
 SUBCOMMANDS: dict[str, ModuleType] = {
     "stat": stat,
     "check": check,
     "explain": explain,
     "clean": clean,
+    "serve": serve,
     "demo": demo,
 }
 USAGE_ERROR = 2

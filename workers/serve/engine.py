@@ -1,0 +1,134 @@
+"""The model side of a worker: take the next request of the whole server, answer it, take the next.
+
+    idle ──the line has one──► Begun ── model thread ──► FirstToken, Chunk*, Done | Failed ──► idle
+                                  │
+                                  └ the desk's end closes: HangUp, and the model stops
+
+Owner: one worker. The event loop takes and sends; llama.cpp runs in one thread of its own, always the same.
+Readers: whoever is at the other end of a connection (desk).
+Invariants
+    I1  One request at a time: the cores are shared out so that each worker computes one thing.
+    I2  A request that nobody waits for any more is not begun, and one that is under way ends within one graph
+        node of llama.cpp or one token.
+    I3  Whatever a request does in the model, the engine takes the next one.
+Leaves out: what an answer is (answers), which request comes next (line).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from shmcache.workers.serve.board import SERVING, Slot
+from shmcache.workers.serve.line import Line
+from shmcache.workers.serve.wire import Begun, Done, Job, Reply, frame, read_job
+
+if TYPE_CHECKING:
+    from shmcache.workers.serve.models import HangUp, Models
+
+log = logging.getLogger(__name__)
+
+SEND_S = 10.0  # how long a desk may take to read the rest of an answer: it always reads at once
+
+_Result = TypeVar("_Result")
+
+
+class Engine:
+    """Answers requests with the models that `make_models` loads, in the engine's own thread."""
+
+    def __init__(self, line: Line, slot: Slot, make_models: Callable[[], Models]) -> None:
+        self._line = line
+        self._slot = slot
+        self._make_models = make_models
+        self._thread = ThreadPoolExecutor(1, "shmcache-model")
+        self._loop: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._idle: asyncio.Future[None] | None = None
+
+    async def start(self) -> None:
+        """Load the models, then take requests. Raises what loading raises."""
+        self.models = await self._in_thread(self._make_models)
+        self._loop = asyncio.create_task(self._take_requests())
+        self._slot.state = SERVING
+
+    async def stop(self) -> None:
+        """Answer what is in hand, take nothing more, and let the models make their `shutdown` saves."""
+        self._stopping = True
+        if self._idle is not None:
+            _settle(self._idle)
+        if self._loop is not None:
+            await self._loop
+            await self._in_thread(self.models.close)
+        self._thread.shutdown()
+
+    def reusable_tokens(self, job: Job) -> tuple[int, int]:
+        """As Models says it, in the caller's thread."""
+        return self.models.reusable_tokens(job)
+
+    async def _take_requests(self) -> None:
+        while not self._stopping:
+            connection = self._line.take()
+            if connection is None:
+                await self._until_somebody_waits()
+                continue
+            reader, writer = await asyncio.open_connection(sock=connection)
+            try:
+                await self._answer(reader, writer)
+                writer.close()
+                async with asyncio.timeout(SEND_S):
+                    await writer.wait_closed()
+            except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+                pass  # the desk has given up, or its process is gone
+            except Exception:
+                log.exception("a request was lost")
+            finally:
+                writer.transport.abort()
+
+    async def _until_somebody_waits(self) -> None:
+        loop = asyncio.get_running_loop()
+        idle = self._idle = loop.create_future()
+        loop.add_reader(self._line, _settle, idle)
+        try:
+            await idle
+        finally:
+            loop.remove_reader(self._line)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        job = await read_job(reader)
+        writer.write(frame(Begun()))
+
+        def send(reply: Reply) -> None:
+            loop.call_soon_threadsafe(writer.write, frame(reply))
+
+        hang_up = self.models.hang_up(job.model)
+        watch = asyncio.create_task(_until_closed(reader, hang_up))
+        self._slot.run(True)
+        try:
+            reply = await self._in_thread(lambda: self.models.answer(job, hang_up, send))
+        finally:
+            self._slot.run(False)
+            watch.cancel()
+        if isinstance(reply, Done):
+            for name in reply.usage.__struct_fields__:
+                self._slot.count(name, getattr(reply.usage, name))
+        writer.write(frame(reply))
+
+    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _until_closed(reader: asyncio.StreamReader, hang_up: HangUp) -> None:
+    """The desk says nothing more, so whatever can be read here is the end."""
+    with contextlib.suppress(ConnectionError):
+        await reader.read(1)
+    hang_up.set()
