@@ -48,8 +48,9 @@ LAYERS: dict[str, str] = {
     "decisions": "client",
     "server": "coordinator connection shm key kvc protocol mq control page index slab tiers",
     "workers": "shm key identity kvc policy page slab client decisions",
+    "workers.serve": "workers key identity client observe",
     "tools": "shm key identity kvc policy protocol mq control page index client view observe check server "
-    "workers decisions",
+    "workers workers.serve decisions",
 }
 EVERYBODY = {"errors", "config"}
 
@@ -60,20 +61,23 @@ NUMPY_FREE = "server"
 def modules() -> dict[str, Path]:
     """Dotted name below shmcache → source file; workers and tools through their links."""
     found = {}
-    for folder, name in [(PACKAGE, ""), *((PACKAGE / part, f"{part}.") for part in subpackages())]:
+    for folder in [PACKAGE, *subpackages()]:
         for path in folder.glob("*.py"):
-            found[name.rstrip(".") if path.stem == "__init__" else name + path.stem] = path
+            dotted = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+            found["" if dotted == "__init__" else dotted.removesuffix(".__init__")] = path
     return found
 
 
-def subpackages() -> list[str]:
-    """The folders of shmcache that are packages."""
-    return sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+def subpackages() -> list[Path]:
+    """The folders of shmcache that are packages, at either depth."""
+    return sorted(path.parent for at in ("*", "*/*") for path in PACKAGE.glob(f"{at}/__init__.py"))
 
 
 def layer(module: str) -> str:
     """Which line of the table speaks for a module: its own, else its package's."""
-    return module if module in LAYERS else module.split(".", maxsplit=1)[0]
+    while module not in LAYERS and "." in module:
+        module = module.rpartition(".")[0]
+    return module
 
 
 def imports(path: Path) -> Iterator[str]:
