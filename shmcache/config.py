@@ -14,14 +14,22 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from shmcache.errors import ConfigError
 
 NAMESPACE = re.compile(r"[a-z0-9-]{1,32}")
-SIZES = ("ram_bytes", "ram_file_bytes", "disk_bytes", "staging_bytes", "disk_write_bytes_per_s")
+SIZES = (
+    "ram_bytes",
+    "ram_file_bytes",
+    "disk_bytes",
+    "staging_bytes",
+    "disk_write_bytes_per_s",
+    "decisions_bytes",
+)
+DURABILITIES = ("full", "commit", "memory")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_ROWS_LIMIT = 4_000_000
 
@@ -63,6 +71,11 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_write_bytes_per_s  bound of the copies to disk, which spares others who use it; 0: none.
     max_rows                capacity of the index in rows; 65,536 rows of 40 MB are 2.6 TB, more than
                             any memory tier holds, in 36 MB of index.
+    decisions_rows          capacity of the decision table: 16,384 take 7.5 MB of /dev/shm.
+    decisions_bytes         beside it, for decisions that compress to more than 196 bytes.
+    decisions_durability    what an acknowledged decision survives: `full` a power loss, `commit` any
+                            kill -9, `memory` nothing but a clean stop.
+    decisions_file          SQLite file that keeps them; None takes one in the user's cache directory.
     log_level               of the coordinator's log on stderr.
     """
 
@@ -74,6 +87,10 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: int | None = None
     disk_write_bytes_per_s: int = 0
     max_rows: int = 65_536
+    decisions_rows: int = 16_384
+    decisions_bytes: int = 4 << 20
+    decisions_durability: Literal["full", "commit", "memory"] = "commit"
+    decisions_file: str | None = None
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -87,6 +104,10 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"disk_bytes ({self.disk_bytes}) needs disk_dir (none)")
         if not 1 <= self.max_rows <= MAX_ROWS_LIMIT:
             raise ConfigError(f"max_rows ({self.max_rows}) must be between 1 and {MAX_ROWS_LIMIT}")
+        if not 1 <= self.decisions_rows <= MAX_ROWS_LIMIT:
+            raise ConfigError(
+                f"decisions_rows ({self.decisions_rows}) must be between 1 and {MAX_ROWS_LIMIT}"
+            )
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level ({self.log_level}) must be one of {', '.join(LOG_LEVELS)}")
 

@@ -154,7 +154,7 @@ class Coordinator:
         """Answer one message. Never raises for anything that a message or a file can hold."""
         self._now = now
         if request.mailbox != NO_MAILBOX:
-            self._parked.pop((request.client, request.mailbox), None)
+            self.unpark(request.client, request.mailbox)
         if request.epoch != self._epoch:
             self._answer(request, Stale(self._epoch))
         else:
@@ -288,6 +288,10 @@ class Coordinator:
         self._remove(found)
 
     # ---- the shell's events
+
+    def unpark(self, client: int, mailbox: int) -> None:
+        """A mailbox asks something new: nothing more is written there for what it asked before."""
+        self._parked.pop((client, mailbox), None)
 
     def client_gone(self, client: int, now: Now) -> list[Reply]:
         """The worker's lock is free: what it named is adopted, what it held is given back."""

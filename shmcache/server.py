@@ -43,6 +43,7 @@ from shmcache.config import CoordinatorConfig
 from shmcache.connection import LAYOUT
 from shmcache.control import OwnedControlPage
 from shmcache.coordinator import Coordinator, Now, Reply, TierState
+from shmcache.decisions.service import DecisionService, table_bytes
 from shmcache.errors import (
     MIB,
     AlreadyRunning,
@@ -55,7 +56,7 @@ from shmcache.errors import (
 )
 from shmcache.mq import ServerQueue
 from shmcache.page import ClientPage, Word
-from shmcache.protocol import Tier
+from shmcache.protocol import AnyRequest, Cancel, DecisionRequest, Tier
 from shmcache.shm import SHM_ROOT, Names
 from shmcache.tiers import base
 from shmcache.tiers.disk import DiskTier, announce_directory, lock_directory
@@ -136,6 +137,10 @@ class Clients:
             if touches := known.page.drain_touches():
                 yield touches
 
+    def pages(self) -> list[ClientPage]:
+        """The pages of all workers that are known."""
+        return [known.page for known in self._known.values()]
+
     def wake_all(self) -> None:
         """Let every waiter look at the epoch again."""
         for known in self._known.values():
@@ -180,12 +185,17 @@ class Server:
                 TierState(self._lane(stack, tier, epoch), budget_bytes, staging_bytes)
                 for tier, (budget_bytes, staging_bytes) in budgets.items()
             ]
-            self._segment = stack.enter_context(_segment(names, epoch, settings.max_rows))
-            assert self._segment.buf is not None
-            self._index = index.IndexWriter.create(self._segment.buf, settings.max_rows, epoch)
+            segment = stack.enter_context(
+                _segment(names.index_segment(epoch), index.segment_bytes(settings.max_rows))
+            )
+            self._index = index.IndexWriter.create(segment, settings.max_rows, epoch)
             stack.callback(self._index.close)
             self._coordinator = Coordinator(
                 self._index, tiers, epoch, self._control.forget, self._clients.unnamed_bytes
+            )
+            decisions = stack.enter_context(_segment(names.decisions_segment(epoch), table_bytes(settings)))
+            self._decisions = stack.enter_context(
+                DecisionService(settings, decisions, epoch, self._control, self._wake)
             )
             self._start(epoch)
             self._stack = stack.pop_all()
@@ -223,7 +233,7 @@ class Server:
         self._ready = (
             f"shmcache-coordinator ready: namespace={self._settings.namespace} pid={os.getpid()} "
             f"epoch={epoch:016x} rows={rows} max_rows={self._settings.max_rows} "
-            + " ".join(self._coordinator.budgets())
+            f"decisions={self._decisions.loaded} " + " ".join(self._coordinator.budgets())
         )
 
     def _remove_older(self, epoch: int) -> None:
@@ -275,8 +285,20 @@ class Server:
             except msgspec.MsgspecError as error:
                 log.warning("a message of %d bytes is not understood: %s", len(message), error)
                 continue
-            if self._clients.find(request.client) is not None:
-                self._deliver(self._coordinator.handle(request, _now()))
+            page = self._clients.find(request.client)
+            if page is not None:
+                self._deliver(self._handle(request, page))
+
+    def _handle(self, request: AnyRequest, page: ClientPage) -> list[Reply]:
+        """The tiers' messages to the coordinator, the decisions' to theirs."""
+        if isinstance(request, DecisionRequest):
+            self._coordinator.unpark(request.client, request.mailbox)
+            return self._decisions.handle(request, page)
+        self._decisions.unpark(request.client, request.mailbox)
+        replies = self._coordinator.handle(request, _now())
+        if isinstance(request, Cancel):
+            replies += self._decisions.cancel(request.client, request.asked)
+        return replies
 
     def _wake(self) -> None:
         """From a lane's thread: an outcome is there."""
@@ -286,6 +308,7 @@ class Server:
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
             self._deliver(self._coordinator.outcomes(_now()))
+            self._deliver(self._decisions.outcomes())
 
     def _deliver(self, replies: list[Reply]) -> None:
         for reply in replies:
@@ -297,12 +320,14 @@ class Server:
         for client in self._clients.look():
             log.info("worker %016x is gone", client)
             self._deliver(self._coordinator.client_gone(client, _now()))
+            self._deliver(self._decisions.client_gone(client))
             self._coordinator.fold(self._clients.forget(client))
         for client in self._clients.stuck():
             self._deliver(self._coordinator.client_stuck(client, _now()))
         for touches in self._clients.drain_touches():
             self._coordinator.touches(touches, _now())
         self._deliver(self._coordinator.tick(_now(), time.monotonic()))
+        self._deliver(self._decisions.tick(self._clients.pages()))
         self._publish_statistics()
 
     def _publish_statistics(self) -> None:
@@ -332,7 +357,7 @@ def _budgets(settings: CoordinatorConfig, names: Names) -> dict[Tier, tuple[int,
 
     What the namespace's own slabs hold already counts as free: they are the budget's.
     """
-    index_bytes = index.segment_bytes(settings.max_rows)
+    index_bytes = index.segment_bytes(settings.max_rows) + table_bytes(settings)
     held_bytes = sum(entry.stat().st_size for entry in names.directory.glob("ram*/*.kvc"))
     old_bytes = sum(segment.stat().st_size for segment in names.epoch_segments())
     free_bytes = shm.free_bytes() + held_bytes + old_bytes - index_bytes
@@ -341,7 +366,8 @@ def _budgets(settings: CoordinatorConfig, names: Names) -> dict[Tier, tuple[int,
             "/dev/shm",
             index_bytes + MIB,
             shm.free_bytes(),
-            f"start with a smaller --max-rows (now {settings.max_rows}) or give the container --shm-size 1g",
+            f"start with a smaller --max-rows (now {settings.max_rows}) or --decisions-rows (now "
+            f"{settings.decisions_rows}), or give the container --shm-size 1g",
         )
     ram_file_bytes = settings.ram_file_bytes
     if ram_file_bytes is None:
@@ -386,10 +412,9 @@ def _rounded_up(size_bytes: int) -> str:
 
 
 @contextmanager
-def _segment(names: Names, epoch: int, max_rows: int) -> Iterator[SharedMemory]:
-    """The epoch's index segment; unlinked at a clean end, left to workers by any other."""
-    size_bytes = index.segment_bytes(max_rows)
-    segment = SharedMemory(names.index_segment(epoch), create=True, size=size_bytes)
+def _segment(name: str, size_bytes: int) -> Iterator[memoryview]:
+    """A segment of this epoch, zeroed; unlinked at a clean end, left to workers by any other."""
+    segment = SharedMemory(name, create=True, size=size_bytes)
     resource_tracker.unregister(f"/{segment.name}", "shared_memory")
     path = SHM_ROOT / segment.name
     try:
@@ -398,7 +423,8 @@ def _segment(names: Names, epoch: int, max_rows: int) -> Iterator[SharedMemory]:
             shm.allocate(fd, size_bytes)
         finally:
             os.close(fd)
-        yield segment
+        assert segment.buf is not None
+        yield segment.buf
     finally:
         # SharedMemory.unlink would talk to the tracker again.
         shm.unlink_quietly(path)
@@ -469,6 +495,22 @@ def arguments() -> argparse.ArgumentParser:
         "--disk-write-bytes-per-s", metavar="SIZE", help="bound of the copies to disk; default: none"
     )
     parser.add_argument("--max-rows", type=int, metavar="N", help="capacity of the index; default: 65536")
+    parser.add_argument(
+        "--decisions-rows", type=int, metavar="N", help="capacity of the decision table; default: 16384"
+    )
+    parser.add_argument(
+        "--decisions-bytes", metavar="SIZE", help="room for larger decisions beside it; default: 4M"
+    )
+    parser.add_argument(
+        "--decisions-durability",
+        choices=config.DURABILITIES,
+        help="what an acknowledged decision survives: power loss, any kill -9 (default), a clean stop",
+    )
+    parser.add_argument(
+        "--decisions-file",
+        metavar="FILE",
+        help="SQLite file that keeps them; default: one in the user's cache directory",
+    )
     parser.add_argument("--log-level", choices=config.LOG_LEVELS, help="default: info")
     return parser
 

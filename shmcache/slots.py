@@ -172,6 +172,7 @@ class SlotReader:
     def close(self) -> None:
         """End this view. No call may follow."""
         self._words.release()
+        self._replacements.release()
         del self._raw, self._find
 
     def _image(self, slot: int) -> bytes:

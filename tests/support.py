@@ -35,6 +35,7 @@ from msgspec.structs import replace
 
 from shmcache import kvc, mq, server
 from shmcache.client import Cache, SavePlan, attach
+from shmcache.decisions import db
 from shmcache.identity import Identity
 from shmcache.key import PrefixWalk, row_address
 from shmcache.shm import SHM_ROOT, Names
@@ -431,6 +432,7 @@ class Namespace:
                 else:
                     path.unlink()
         mq.unlink(self.names)
+        db.remove(db.default_path(self.name))
         self._log.close()
 
     def __enter__(self) -> Self:

@@ -27,7 +27,7 @@ def test_a_killed_coordinators_things_all_go(
     coordinator.kill()
     assert main(["clean", "--namespace", namespace, "--json"]) == 0
     removed = json.loads(capsys.readouterr().out)["removed"]
-    assert len(removed) == 3  # directory, index segment, queue
+    assert len(removed) == 6  # directory, two segments, queue, decisions and their log
     assert not list(Path("/dev/shm").glob(f"*{namespace}*"))
     assert remove(namespace) == []
 

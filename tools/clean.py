@@ -1,4 +1,4 @@
-"""What is left of a namespace that nobody uses any more? Its directory, its segments and its queue go.
+"""What is left of a namespace that nobody uses any more? Its directory, segments, queue and decisions go.
 
 A coordinator leaves its rows in /dev/shm on purpose: the next one takes them over. This is for namespaces
 that have no next one.
@@ -19,6 +19,8 @@ import shutil
 
 from shmcache import mq, shm
 from shmcache.control import OwnedControlPage
+from shmcache.decisions.db import default_path
+from shmcache.decisions.db import remove as remove_decisions
 from shmcache.shm import Names
 
 HELP = "remove everything of a namespace that no coordinator serves"
@@ -38,7 +40,7 @@ def remove(namespace: str) -> list[str]:
         removed.append(str(segment))
     if mq.unlink(names):
         removed.append(f"message queue {names.queue}")
-    return removed
+    return removed + remove_decisions(default_path(namespace))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -40,10 +40,12 @@ import msgspec
 
 from shmcache.decisions import codec, host
 from shmcache.decisions.codec import NotStorable
+from shmcache.decisions.fallback import FallbackStore
 from shmcache.decisions.flights import Flight, Flights, own, owning, owns_anything
 from shmcache.decisions.host import StandsAside
 from shmcache.decisions.key import Facts, KeyMaker, NotCanonical
 from shmcache.decisions.legal import is_legal
+from shmcache.decisions.shared import SharedStore
 from shmcache.decisions.stores import DecisionStore, Item, MemoryStore
 from shmcache.errors import ConfigError, CorruptDecision
 
@@ -131,6 +133,7 @@ class DecisionCache:
         self,
         store: DecisionStore | None = None,
         *,
+        namespace: str = "default",
         fingerprint: str | None = None,
         ttl: Ttl = None,
         renew_on_hit: bool = False,
@@ -142,12 +145,14 @@ class DecisionCache:
         """Nothing is opened yet.
 
         Args:
-            store: where decisions live; by default in this process's memory.
+            store: where decisions live; by default in shared memory where a coordinator runs, and in
+                this process's memory meanwhile.
+            namespace: of the coordinator, for the default store.
             fingerprint: stands for the model in every key, across upgrades and backends.
             ttl: seconds that a decision lives, None for ever, 0 not at all; or what ttl(questions,
                 result) returns.
             renew_on_hit: let a used decision live on; written at most once every ttl / 16.
-            maxsize: decisions in the default store.
+            maxsize: decisions in this process's memory, for the default store.
             coalesce: wait for a request that computes the same, instead of computing it too.
             wait_limit_s: after which an owner counts as stuck.
             stale_ttl: seconds beyond its ttl for which a decision is still answered while one request
@@ -161,7 +166,7 @@ class DecisionCache:
                 f"renew_on_hit (now {renew_on_hit})"
             )
         if store is None:
-            store = MemoryStore(maxsize)
+            store = FallbackStore(SharedStore(namespace), MemoryStore(maxsize))
         self.store: DecisionStore = store
         self._fingerprint = fingerprint
         self._ttl = ttl
@@ -448,6 +453,8 @@ class DecisionCache:
                     return _Settled(found, flight, replaced=True)
                 self._count("stale", len(stale))
                 return _Settled(found | stale, flight)
+            if any(self.store.get(key) is not None for key in missing):
+                continue
             if not missing or not waits:
                 self._count("stale", len(stale))
                 return _Settled(found | stale)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from shmcache.decisions.flights import ClaimingStore, StoreClaim
 from shmcache.decisions.stores import DecisionStore, Held, Item
@@ -37,8 +37,8 @@ class Remote(DecisionStore, Protocol):
     reads_alone  whether get works on while it is lost for writing.
     """
 
-    loss_errors: tuple[type[Exception], ...]
-    reads_alone: bool
+    loss_errors: ClassVar[tuple[type[Exception], ...]]
+    reads_alone: ClassVar[bool]
 
     def add_many(self, items: Sequence[Item], claim: Any) -> list[bytes]:
         """A batch of add in one round trip."""

@@ -246,6 +246,7 @@ class TableWriter(TableReader):
     def __init__(self, buffer: memoryview) -> None:
         super().__init__(buffer)
         self._free = Units(self._header[_UNITS_WORD])
+        self.set_stat("units", self._header[_UNITS_WORD])
 
     def _open(self, raw: mmap, place: Place, replacements: memoryview) -> SlotReader:
         self._writer = SlotWriter(raw, place, replacements)
@@ -291,6 +292,10 @@ class TableWriter(TableReader):
         """Whether there is room for a value now; if not, something with units has to leave first."""
         return len(value) <= INSIDE_BYTES or self._free.has(units_of(value))
 
+    def could_fit(self, value: bytes) -> bool:
+        """Whether there would be room for a value if nothing else were there."""
+        return len(value) <= INSIDE_BYTES or self._free.could_have(units_of(value))
+
     def put(self, key: bytes, value: bytes, life: Life) -> int:
         """Show a value in a free slot, in place of the one that the key has; returns its slot.
 
@@ -308,6 +313,7 @@ class TableWriter(TableReader):
             life.ends_ns, life.expires_unix_s or 0.0, life.written_unix_s, len(value), unit, crc
         )
         self._writer.publish(slot, key, fixed + inside.ljust(INSIDE_BYTES, b"\0"), replaced)
+        self.set_stat("units_used", self._free.used)
         if replaced is None:
             self.add_stat("rows", 1)
         else:
@@ -355,6 +361,7 @@ class Units:
 
     def __init__(self, units: int) -> None:
         self.used = 0
+        self._all = units
         self._free: list[set[int]] = [set() for _ in range(max(1, units).bit_length())]
         start = 0
         for order in range(len(self._free) - 1, -1, -1):
@@ -365,6 +372,10 @@ class Units:
     def has(self, units: int) -> bool:
         """Whether a block of so many units is free."""
         return any(self._free[_order(units) :])
+
+    def could_have(self, units: int) -> bool:
+        """Whether there is a block of so many units at all."""
+        return 1 << _order(units) <= self._all
 
     def take(self, units: int) -> int:
         """The first unit of a block that is now taken."""

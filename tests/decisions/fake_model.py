@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from shmcache.decisions import DecisionCache, MemoryStore
+
 QUESTIONS: dict[str, Any] = {
     "intent": {
         "type": "choice",
@@ -69,6 +71,11 @@ class Model:
             for hook in self.hooks:
                 hook.on_predict_end(context)
         return context.results
+
+
+def memory_cache(**options: Any) -> DecisionCache:
+    """A cache of this process alone, whatever runs on this machine."""
+    return DecisionCache(MemoryStore(), **options)
 
 
 def probability(result: Any) -> float:

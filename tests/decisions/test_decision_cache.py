@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from decisions.fake_model import QUESTIONS, Context, Model, probability
+from decisions.fake_model import QUESTIONS, Context, Model, memory_cache, probability
 
 from shmcache.decisions import DecisionCache, MemoryStore
 from shmcache.errors import ConfigError
@@ -31,7 +31,7 @@ class FailingStore:
 
 
 def test_a_hit_skips_the_model() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         model = Model(cache)
         first = model.predict(["s"])
         assert model.predict(["s"]) == first
@@ -41,7 +41,7 @@ def test_a_hit_skips_the_model() -> None:
 
 
 def test_only_missing_states_reach_the_model_and_results_keep_the_order_of_the_request() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         model = Model(cache)
         (c,) = model.predict(["c"])
         a, b, a_again, c_again, b_again = model.predict(["a", "b", "a", "c", "b"])
@@ -53,7 +53,7 @@ def test_only_missing_states_reach_the_model_and_results_keep_the_order_of_the_r
 
 
 def test_a_result_that_a_caller_changes_never_changes_the_store() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         model = Model(cache)
         for _ in range(3):
             (result,) = model.predict(["s"])
@@ -75,7 +75,7 @@ def test_the_first_decision_wins_and_the_replaced_one_is_counted() -> None:
 
 
 def test_what_is_in_the_key_and_what_is_not() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         model = Model(cache)
         model.predict(["s"])
         for name, value in (("device", "cuda"), ("dtype", "int8"), ("backend", "onnx")):
@@ -104,7 +104,7 @@ def test_what_is_in_the_key_and_what_is_not() -> None:
 
 
 def test_an_agent_with_per_language_temperatures_is_left_alone() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         model = Model(cache)
         model.lang_temperatures = {"de": {"temperature": [1, 1, 2]}}  # type: ignore[attr-defined]
         model.predict(["s"])
@@ -114,7 +114,7 @@ def test_an_agent_with_per_language_temperatures_is_left_alone() -> None:
 
 
 def test_states_without_a_key_go_uncached_and_counted() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         model = Model(cache)
         for _ in range(2):
             nan = float("nan")
@@ -134,7 +134,7 @@ def test_a_store_that_fails_never_fails_the_prediction() -> None:
 
 
 def test_a_stored_value_that_cannot_be_decoded_is_expired_and_decided_anew() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         model = Model(cache)
         model.predict(["s"])
         (key,) = cache.store._values  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ def test_a_stored_value_that_cannot_be_decoded_is_expired_and_decided_anew() -> 
 
 
 def test_marks_and_routing_of_one_call_are_not_stored() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         context = Context(["s"], agent=Model())
         cache.on_predict_start(context)
         result = Model().result("s") | {"routing": {"model": "english"}}
@@ -164,7 +164,7 @@ def test_marks_and_routing_of_one_call_are_not_stored() -> None:
 
 
 def test_a_failed_call_stores_nothing_and_releases() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         model = Model(cache)
         model.result = lambda state: 1 / 0  # type: ignore[assignment, method-assign]
         with pytest.raises(ZeroDivisionError):
@@ -181,7 +181,7 @@ def test_a_call_that_another_hook_rewrote_is_not_stored() -> None:
         def on_predict_end(self, context: Any) -> None:
             pass
 
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         model = Model(cache, Redact())
         model.predict(["secret"])
         assert cache.cache_info()["size"] == 0
@@ -199,7 +199,7 @@ def test_ttl_is_seconds_or_none_or_a_function_and_zero_keeps_nothing() -> None:
         (0, 0),
         (lambda q, r: 0 if r["answers"]["intent"]["choice"] == "refund" else None, 0),
     ):
-        with DecisionCache(ttl=ttl) as cache:
+        with memory_cache(ttl=ttl) as cache:
             Model(cache).predict(["s"])
             assert cache.cache_info()["size"] == kept
 
@@ -223,7 +223,7 @@ def test_a_used_decision_lives_on_and_a_hit_almost_never_writes() -> None:
 
 
 def test_an_expired_decision_is_answered_while_one_request_computes_it_anew() -> None:
-    with DecisionCache(ttl=0.1, stale_ttl=60) as cache:
+    with memory_cache(ttl=0.1, stale_ttl=60) as cache:
         model = Model(cache)
         model.predict(["s"])
         time.sleep(0.15)
@@ -249,14 +249,14 @@ def test_an_expired_decision_is_answered_while_one_request_computes_it_anew() ->
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match="stale_ttl"):
-        DecisionCache(stale_ttl=5, coalesce=False)
+        memory_cache(stale_ttl=5, coalesce=False)
 
 
 # ---- without a hook
 
 
 def test_get_or_compute_and_the_decorator_decide_once() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         calls = []
 
         @cache.decision("triage", YES)
@@ -275,7 +275,7 @@ def test_get_or_compute_and_the_decorator_decide_once() -> None:
 
 
 def test_case_f09_a_failure_is_never_the_first_decision() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         outcomes = iter([OSError("down"), None, {"q": "sorry, try later"}, {"q": "no"}])
 
         def decide(state: Any, questions: Any) -> Any:
@@ -297,7 +297,7 @@ def test_case_f09_a_failure_is_never_the_first_decision() -> None:
 @pytest.mark.parametrize("value", [None, False, 0, ""])
 def test_case_f09_a_legal_null_false_or_zero_is_a_hit(value: Any) -> None:
     questions = {"q": {"type": "choice", "criteria": [None, False, 0, "", "x"]}}
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         calls: list[int] = []
         for _ in range(2):
             answer = cache.get_or_compute(
@@ -308,7 +308,7 @@ def test_case_f09_a_legal_null_false_or_zero_is_a_hit(value: Any) -> None:
 
 
 def test_a_request_without_a_key_is_computed_each_time() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         assert cache.get_or_compute("m", float("nan"), YES, lambda state, q: {"q": "yes"}) == {"q": "yes"}
         assert cache.cache_info()["uncached"] == {"not_finite": 1}
 
@@ -317,7 +317,7 @@ def test_a_request_without_a_key_is_computed_each_time() -> None:
 
 
 def test_eight_threads_that_send_one_request_run_the_model_once() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         start = threading.Barrier(8)
         calls = []
 
@@ -339,7 +339,7 @@ def test_eight_threads_that_send_one_request_run_the_model_once() -> None:
 
 
 def test_a_batch_claims_all_its_missing_keys_or_none() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         model = Model(cache)
         held = Context(["a"], agent=model)
         cache.on_predict_start(held)
@@ -354,7 +354,7 @@ def test_a_batch_claims_all_its_missing_keys_or_none() -> None:
 
 
 def test_two_batches_that_want_each_other_s_keys_never_lock() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
 
         class Slow(Model):
             def result(self, state: Any) -> dict[str, Any]:
@@ -376,7 +376,7 @@ def test_two_batches_that_want_each_other_s_keys_never_lock() -> None:
 
 
 def test_nothing_waits_for_its_own_batch() -> None:
-    with DecisionCache(wait_limit_s=20) as cache:
+    with memory_cache(wait_limit_s=20) as cache:
         contexts = [Context(["s"], agent=Model()) for _ in range(2)]
         for context in contexts:
             cache.on_predict_start(context)
@@ -389,7 +389,7 @@ def test_nothing_waits_for_its_own_batch() -> None:
 
 
 def test_an_owner_never_waits_for_another_owner() -> None:
-    with DecisionCache(wait_limit_s=20) as cache:
+    with memory_cache(wait_limit_s=20) as cache:
         theirs = Context(["b"], agent=Model())
         threading.Thread(target=cache.on_predict_start, args=(theirs,)).start()
         time.sleep(0.05)
@@ -404,7 +404,7 @@ def test_an_owner_never_waits_for_another_owner() -> None:
 
 @pytest.mark.parametrize("setting", [{"hooks_concurrent": False}, {"hooks_timeout": 5.0}])
 def test_serialised_or_limited_hooks_never_wait(setting: dict[str, Any]) -> None:
-    with DecisionCache(wait_limit_s=20) as cache:
+    with memory_cache(wait_limit_s=20) as cache:
         owner = Context(["s"], agent=Model())
         threading.Thread(target=cache.on_predict_start, args=(owner,)).start()
         time.sleep(0.05)
@@ -422,7 +422,7 @@ def test_serialised_or_limited_hooks_never_wait(setting: dict[str, Any]) -> None
 
 
 def test_a_context_that_is_dropped_without_an_end_hook_releases() -> None:
-    with DecisionCache(wait_limit_s=20) as cache:
+    with memory_cache(wait_limit_s=20) as cache:
         context = Context(["s"], agent=Model())
         cache.on_predict_start(context)
         with ThreadPoolExecutor(1) as pool:
@@ -435,7 +435,7 @@ def test_a_context_that_is_dropped_without_an_end_hook_releases() -> None:
 
 
 def test_a_failed_pass_releases_its_waiters_at_once() -> None:
-    with DecisionCache(wait_limit_s=20) as cache:
+    with memory_cache(wait_limit_s=20) as cache:
         started = threading.Event()
 
         def fail(state: Any, questions: Any) -> Any:
@@ -455,7 +455,7 @@ def test_a_failed_pass_releases_its_waiters_at_once() -> None:
 
 
 def test_a_waiter_gives_up_on_a_stuck_owner_and_computes_itself() -> None:
-    with DecisionCache(wait_limit_s=0.2) as cache:
+    with memory_cache(wait_limit_s=0.2) as cache:
         stuck = Context(["s"], agent=Model())
         threading.Thread(target=cache.on_predict_start, args=(stuck,)).start()
         time.sleep(0.05)
@@ -469,7 +469,7 @@ def test_a_waiter_gives_up_on_a_stuck_owner_and_computes_itself() -> None:
 
 
 def test_coalescing_can_be_turned_off() -> None:
-    with DecisionCache(coalesce=False) as cache:
+    with memory_cache(coalesce=False) as cache:
         contexts = [Context(["s"], agent=Model()) for _ in range(2)]
         for context in contexts:
             cache.on_predict_start(context)
@@ -482,7 +482,7 @@ def test_coalescing_can_be_turned_off() -> None:
 
 def test_tasks_of_one_loop_compute_once_and_the_loop_goes_on() -> None:
     async def run() -> None:
-        cache = DecisionCache()
+        cache = memory_cache()
         calls = []
         ticks = 0
 
@@ -519,7 +519,7 @@ def test_tasks_of_one_loop_compute_once_and_the_loop_goes_on() -> None:
 
 def test_a_task_that_is_cancelled_releases() -> None:
     async def run() -> None:
-        cache = DecisionCache()
+        cache = memory_cache()
 
         async def for_ever(state: Any, questions: Any) -> Any:
             await asyncio.sleep(60)

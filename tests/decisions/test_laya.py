@@ -9,9 +9,9 @@ from typing import Any
 
 import laya
 import pytest
-from decisions.fake_model import QUESTIONS, Model, probability
+from decisions.fake_model import QUESTIONS, Model, memory_cache, probability
 
-from shmcache.decisions import DecisionCache, DetectionMemo
+from shmcache.decisions import DetectionMemo
 
 ENGLISH = "I was charged twice and I would like to have my money back as soon as possible"
 
@@ -40,7 +40,7 @@ def router_of(*hooks: Any, agent: Any = None, **options: Any) -> tuple[Any, Any]
 
 
 def test_a_repeat_is_replayed_with_the_router_s_own_routing() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         router, agent = router_of(cache)
         first = router.predict(ENGLISH, QUESTIONS)
         again = router.predict(ENGLISH, QUESTIONS)
@@ -51,7 +51,7 @@ def test_a_repeat_is_replayed_with_the_router_s_own_routing() -> None:
 
 
 def test_the_gate_of_one_call_is_not_in_the_store() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         router, _agent = router_of(cache)
         gated = router.predict(ENGLISH, QUESTIONS, min_confidence=0.99)
         assert gated["answers"]["angry"]["abstention"] == "abstained"
@@ -64,7 +64,7 @@ def test_the_gate_of_one_call_is_not_in_the_store() -> None:
 
 
 def test_a_batch_with_repeats_is_computed_without_waiting_for_itself() -> None:
-    with DecisionCache(wait_limit_s=20) as cache:
+    with memory_cache(wait_limit_s=20) as cache:
         router, agent = router_of(cache)
         router.predict("b", QUESTIONS, model="english")
         requests = [{"state": state, "questions": QUESTIONS, "model": "english"} for state in "abac"]
@@ -79,7 +79,7 @@ def test_a_batch_with_repeats_is_computed_without_waiting_for_itself() -> None:
 
 
 def test_a_scan_of_a_document_and_one_window_of_it_are_two_requests() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         router, agent = router_of(cache)
         window = router.predict(ENGLISH, QUESTIONS)
         scan = router.predict_long(ENGLISH, QUESTIONS)
@@ -93,7 +93,7 @@ def test_a_scan_of_a_document_and_one_window_of_it_are_two_requests() -> None:
 
 @pytest.mark.parametrize("entry", ["predict", "predict_long"])
 def test_hooks_with_a_time_limit_are_cached_and_know_a_scan(entry: str) -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         router, agent = router_of(cache, hooks_timeout=5.0)
         first = getattr(router, entry)(ENGLISH, QUESTIONS)
         assert getattr(router, entry)(ENGLISH, QUESTIONS) == first
@@ -103,7 +103,7 @@ def test_hooks_with_a_time_limit_are_cached_and_know_a_scan(entry: str) -> None:
 
 
 def test_serialised_hooks_under_many_threads_never_lock() -> None:
-    with DecisionCache(wait_limit_s=20) as cache:
+    with memory_cache(wait_limit_s=20) as cache:
         router, _agent = router_of(cache, hooks_concurrent=False)
         started = time.monotonic()
         with ThreadPoolExecutor(6) as pool:
@@ -120,7 +120,7 @@ def test_eight_threads_over_a_slow_model_run_it_once() -> None:
             time.sleep(0.3)
             return super().system_one(*arguments, **options)
 
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         router, agent = router_of(cache, agent=Slow())
         start = threading.Barrier(8)
 
@@ -135,7 +135,7 @@ def test_eight_threads_over_a_slow_model_run_it_once() -> None:
 
 
 def test_on_a_router_per_language_temperatures_put_the_route_into_the_key() -> None:
-    with DecisionCache() as cache:
+    with memory_cache() as cache:
         agent = Agent()
         agent.lang_temperatures = {"de": {}}  # type: ignore[attr-defined]
         router, _ = router_of(cache, agent=agent)

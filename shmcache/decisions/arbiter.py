@@ -1,0 +1,536 @@
+"""Who decides first, who waits, and when does everybody see it? The coordinator's half of decisions.
+
+    Claim ─► granted | present | held          all keys of a call, or none
+    Add ─► pending ─► committed ─► in the table ─► acknowledged
+             │ a second add of the key waits for that commit, and gets its value
+    Delete, Clear ─► out of the table ─► committed ─► acknowledged; claims on the keys end
+
+Owner: one per namespace; everything here runs on the thread of the server's loop.
+Readers: nobody; workers read the table.
+Invariants
+    I1  The first decision wins: a key that lives in the table or is pending keeps its value.
+    I2  What is not committed is seen by nobody (with durability `memory`: it is seen at once).
+    I3  What leaves the table leaves the database with the next commit, so max_rows bounds both, and a
+        miss never asks the disk.
+    I4  A waiter of a key gets one answer: when the key is decided, released, overtaken or deleted.
+    I5  handle() has no clock of its own: time is an argument. A life ends at a boot-time instant that is
+        fixed when it is added; Unix time is for the database and for people.
+    I6  An add under a claim that has ended, or under an older clear number, goes back to its caller.
+Leans on: one thread, and a committer that reports batches in their order.
+Leaves out: how messages come and go, who lives (server, service); what a value means (codec).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+from crc32c import crc32c
+
+from shmcache import protocol
+from shmcache.claims import Claim, Claims, Event, State
+from shmcache.coordinator import Reply
+from shmcache.decisions.db import Batch, Durability, Record
+from shmcache.decisions.table import Life, TableWriter, ended, has_units
+from shmcache.lru import UseOrder
+from shmcache.protocol import (
+    NO_MAILBOX,
+    Add,
+    Added,
+    AddVerdict,
+    AnyReply,
+    AwaitClaims,
+    Claimed,
+    Clear,
+    DecisionRequest,
+    Delete,
+    Deleted,
+    Free,
+    Item,
+    Prune,
+    Release,
+    Renew,
+    Request,
+    Stale,
+    decode_items,
+)
+from shmcache.slots import Entry
+
+CLOCK_SLACK_MS = 60_000
+"""A record that was written more than this in the future is of a clock that was wrong: expired."""
+
+DURABILITY_NUMBER: dict[Durability, int] = {"memory": 0, "commit": 1, "full": 2}
+_SLOTS_A_TICK = 512
+_LIST = 0
+
+
+class Now(msgspec.Struct, frozen=True):
+    """The time by both clocks, passed in."""
+
+    unix_ms: int
+    boot_ns: int
+
+
+class _Adding(msgspec.Struct):
+    """An Add that waits for commits. reply is None where none is wanted."""
+
+    reply: Reply | None
+    request: Add
+    verdicts: list[AddVerdict | None]
+    left: int
+
+
+class _Pending(msgspec.Struct):
+    """A key that is being committed; those who added it, the first one first."""
+
+    item: Item
+    life: Life
+    waiters: list[tuple[_Adding, int]]
+    is_deleted: bool = False
+
+
+class Arbiter:
+    """Table, order of use, claims and commits of one namespace's decisions."""
+
+    def __init__(
+        self,
+        table: TableWriter,
+        clear: int,
+        durability: Durability,
+        submit: Callable[[Batch], None] | None,
+        set_clear: Callable[[int], None],
+    ) -> None:
+        """Nothing is loaded yet.
+
+        Args:
+            table: an empty table.
+            clear: the control page's clear number.
+            durability: memory acknowledges before the commit.
+            submit: to the committer; None where there is no database.
+            set_clear: writes the control page's clear number.
+        """
+        self._table = table
+        self._epoch = table.epoch
+        self._clear = clear
+        self._waits_for_commit = durability != "memory" and submit is not None
+        self._submit = submit
+        self._set_clear = set_clear
+        self._claims = Claims()
+        self._order = UseOrder(table.slots, 1)
+        self._pending: dict[bytes, _Pending] = {}
+        self._committing: dict[int, tuple[list[bytes], list[Reply]]] = {}
+        self._numbers = 0
+        self._sequence = 0
+        self._records: list[Record] = []
+        self._gone: list[bytes] = []
+        self._waiters: dict[bytes, list[Reply]] = {}
+        # Mailboxes whose request has no answer yet; one that asks anew is not written to for the old one.
+        self._parked: dict[tuple[int, int], int] = {}
+        self._replies: list[Reply] = []
+        self._swept = 0
+        table.set_stat("max_rows", table.max_rows)
+        table.set_stat("durability", DURABILITY_NUMBER[durability] if submit is not None else 0)
+        table.set_stat("is_down", submit is None)
+
+    # ---- messages
+
+    def handle(self, request: DecisionRequest, outbox: Callable[[int, int], bytes], now: Now) -> list[Reply]:
+        """Answer one message; `outbox` copies from its sender's page. Never raises for what it may hold."""
+        if request.epoch != self._epoch:
+            self._answer(request, Stale(self._epoch))
+        else:
+            match request:
+                case protocol.Claim():
+                    self._answer(request, self._claim(request, now))
+                case AwaitClaims():
+                    self._await(request)
+                case Add():
+                    self._add(request, outbox, now)
+                case Release():
+                    if (claim := self._claims.by_token(request.claim)) is not None:
+                        self._let_go(claim, request.client)
+                case Renew():
+                    self._renew(request, now)
+                case Delete():
+                    self._delete(request)
+                case Clear():
+                    self._forget_all(request)
+                case Prune():
+                    self._answer(request, Deleted(sum(self._expire(entry, now) for entry in self._entries())))
+            self._commit()
+        return self._take_replies()
+
+    def _claim(self, request: protocol.Claim, now: Now) -> Claimed:
+        first = self._claims.by_key(request.keys[0]) if request.keys else None
+        if first is not None and first.client == request.client and first.held == request.keys:
+            return Claimed("granted", first.token)
+        if any(self._living(key, now) is not None for key in request.keys):
+            return Claimed("present")
+        for key in request.keys:
+            holder = self._claims.by_key(key)
+            if holder is not None and holder.is_overdue(now.boot_ns):
+                self._overtake(holder)
+        if self._claims.is_held(request.keys) or any(key in self._pending for key in request.keys):
+            self._table.add_stat("claims_held")
+            return Claimed("held")
+        claim = Claim(
+            token=random.getrandbits(63),
+            client=request.client,
+            asked=request.request,
+            since_ns=now.boot_ns,
+            limit_ns=request.limit_ms * 1_000_000,
+            keys=dict.fromkeys(request.keys, State.HELD),
+        )
+        self._claims.open(claim)
+        self._table.add_stat("claims")
+        return Claimed("granted", claim.token)
+
+    def _await(self, request: AwaitClaims) -> None:
+        """Looks first: the claim may have ended before the question came."""
+        busy = [key for key in request.keys if self._claims.by_key(key) or key in self._pending]
+        if not busy:
+            self._answer(request, Free())
+        elif (reply := self._park(request, Free())) is not None:
+            self._waiters.setdefault(busy[0], []).append(reply)
+
+    def _add(self, request: Add, outbox: Callable[[int, int], bytes], now: Now) -> None:
+        items = self._items(request, outbox)
+        adding = _Adding(self._park(request, Added([])), request, [None] * len(items), len(items))
+        self._table.add_stat("adds", len(items))
+        for position, item in enumerate(items):
+            verdict = self._add_one(adding, position, item, now)
+            if verdict is not None:
+                self._settle(adding, position, verdict)
+        if not items:
+            self._reply_if_parked(adding.reply)
+
+    def _items(self, request: Add, outbox: Callable[[int, int], bytes]) -> Sequence[Item]:
+        """The items here, or a copy of those in the sender's page; none if they are not what was said."""
+        if (where := request.outbox) is None:
+            return request.items
+        content = outbox(where.offset, where.length)
+        if len(content) != where.length or crc32c(content) != where.crc32c:
+            return []
+        try:
+            return decode_items(content)
+        except msgspec.MsgspecError:
+            return []
+
+    def _add_one(self, adding: _Adding, position: int, item: Item, now: Now) -> AddVerdict | None:
+        """The verdict, or None where it comes with the commit."""
+        request, key = adding.request, item.key
+        holder = self._claims.by_key(key)
+        if request.clear < self._clear or (
+            request.claim and (holder is None or holder.token != request.claim)
+        ):
+            return "ended"
+        if (pending := self._pending.get(key)) is not None:
+            pending.waiters.append((adding, position))
+            return None
+        if self._living(key, now) is not None:
+            return "held"
+        if not self._table.could_fit(item.value):
+            return "too_large"
+        life = self._life(item.ttl_ms, now)
+        self._record(item, life, now)
+        if not self._waits_for_commit:
+            return "stored" if self._publish(item, life, now) else "too_large"
+        self._pending[key] = _Pending(item, life, [(adding, position)])
+        return None
+
+    def _renew(self, request: Renew, now: Now) -> None:
+        entry = self._living(request.key, now)
+        if entry is None:
+            return
+        if request.ttl_ms == 0:
+            self._remove(entry)
+            self._forget(request.key)
+            return
+        decision = self._table.decision(entry)
+        assert decision is not None
+        item = Item(request.key, decision.value, request.ttl_ms)
+        life = self._life(request.ttl_ms, now)
+        if self._publish(item, life, now):
+            self._record(item, life, now)
+
+    def _delete(self, request: Delete) -> None:
+        """Out of the table, and nothing that is computed or committed for these keys comes back."""
+        count = 0
+        for key in request.keys:
+            if (claim := self._claims.by_key(key)) is not None:
+                self._advance(claim, key, Event.DELETED)
+            if (pending := self._pending.get(key)) is not None:
+                pending.is_deleted = True
+            if (entry := self._table.entry(key)) is not None:
+                self._remove(entry)
+                count += 1
+            self._forget(key)
+        self._table.add_stat("deleted", count)
+        self._answer_when_committed(request, Deleted(count))
+
+    def _forget_all(self, request: Clear) -> None:
+        self._clear += 1
+        self._set_clear(self._clear)
+        for key, pending in self._pending.items():
+            pending.is_deleted = True
+            self._forget(key)
+        for claim in self._claims.all():
+            for key in claim.held:
+                self._advance(claim, key, Event.DELETED)
+        count = 0
+        for entry in list(self._table.entries()):
+            self._remove(entry)
+            count += 1
+        self._table.add_stat("deleted", count)
+        self._records.clear()
+        self._commit_batch(forget_all=True, answer=self._park(request, Deleted(count)))
+
+    # ---- the shell's events
+
+    def load(self, records: Sequence[Record], now: Now) -> int:
+        """At start: everything that lives still, in the order in which it came; returns how many."""
+        for record in records:
+            self._sequence = max(self._sequence, record.sequence)
+            life = _rest(record, now)
+            if life is None or len(record.key) != 16:
+                self._gone.append(record.key)
+            else:
+                self._publish(Item(record.key, record.value, None), life, now)
+        self._table.set_stat("loaded", len(self._table))
+        self._commit()
+        return len(self._table)
+
+    def committed(self, batch: Batch, why: str, now: Now) -> list[Reply]:
+        """A batch is on the disk, or failed: publish, then acknowledge (I2)."""
+        keys, answers = self._committing.pop(batch.number)
+        self._table.add_stat("commits")
+        for key in keys:
+            self._conclude(key, self._pending.pop(key), why, now)
+        for answer in answers:
+            self._reply_if_parked(answer)
+        self._commit()
+        return self._take_replies()
+
+    def client_gone(self, client: int) -> list[Reply]:
+        """The worker's lock is free: others may compute what it had claimed, at once."""
+        for claim in self._claims.of_client(client):
+            self._let_go(claim, client)
+        for place in [place for place in self._parked if place[0] == client]:
+            del self._parked[place]
+        return self._take_replies()
+
+    def cancel(self, client: int, asked: int) -> list[Reply]:
+        """The answer to this request was not waited for: what it granted is given back."""
+        for claim in self._claims.of_client(client):
+            if claim.asked == asked:
+                self._let_go(claim, client)
+        return self._take_replies()
+
+    def unpark(self, client: int, mailbox: int) -> None:
+        """A mailbox asks something new: nothing more is written there for what it asked before."""
+        self._parked.pop((client, mailbox), None)
+
+    def touches(self, touch_words: Sequence[int], now: Now) -> None:
+        """Decisions that a worker has used, oldest first; a touch of a slot's former entry is dropped."""
+        for word in touch_words:
+            slot = word & 0xFFFFFFFF
+            entry = self._table.at(slot)
+            if entry is not None and entry[2] >> 8 & 0xFFFFFFFF == word >> 32:
+                self._order.warm(slot, _LIST)
+                self._order.used_unix_s[slot] = _shown(now.unix_ms)
+
+    def tick(self, now: Now) -> list[Reply]:
+        """Overtake the stuck whom somebody waits for, and remove some of what has expired."""
+        for claim in self._claims.overdue(now.boot_ns):
+            if any(key in self._waiters for key in claim.held):
+                self._overtake(claim)
+        for slot in range(self._swept, min(self._swept + _SLOTS_A_TICK, self._table.slots)):
+            if (entry := self._table.at(slot)) is not None:
+                self._expire(entry, now)
+        self._swept = (self._swept + _SLOTS_A_TICK) % (self._table.slots + _SLOTS_A_TICK)
+        self._table.set_stat("claims_in_flight", self._claims.statistics().in_flight)
+        self._commit()
+        return self._take_replies()
+
+    # ---- deciding
+
+    def _conclude(self, key: bytes, pending: _Pending, why: str, now: Now) -> None:
+        if pending.is_deleted:
+            verdict: AddVerdict = "ended"
+        elif why:
+            verdict = "failed"
+        elif self._publish(pending.item, pending.life, now):
+            verdict = "stored"
+        else:
+            verdict = "too_large"
+            self._gone.append(key)
+        for number, (adding, position) in enumerate(pending.waiters):
+            self._settle(adding, position, "held" if number and verdict == "stored" else verdict)
+        self._wake(key)
+
+    def _publish(self, item: Item, life: Life, now: Now) -> bool:
+        """Into the table, for which others may leave; False where there is no room at all."""
+        table, key = self._table, item.key
+        replaced = table.entry(key)
+        while replaced is None and len(table) >= table.max_rows:
+            self._evict(next(self._order.coldest(_LIST)))
+        while choices := table.choices(key):
+            kept = replaced[1] if replaced is not None else -1
+            self._evict(min((s for s in choices if s != kept), key=lambda s: self._order.used_unix_s[s]))
+        while not table.fits(item.value):
+            slot = self._coldest_with_units(key)
+            if slot is None:
+                return False
+            self._evict(slot)
+        slot = table.put(key, item.value, life)
+        if replaced is not None:
+            self._order.remove(replaced[1])
+        self._order.add(slot, _LIST, _shown(now.unix_ms))
+        if (claim := self._claims.by_key(key)) is not None:
+            self._advance(claim, key, Event.DECIDED)
+        return True
+
+    def _coldest_with_units(self, but: bytes) -> int | None:
+        for slot in self._order.coldest(_LIST):
+            entry = self._table.at(slot)
+            if entry is not None and has_units(entry) and entry[0][8:24] != but:
+                return slot
+        return None
+
+    def _evict(self, slot: int) -> None:
+        entry = self._table.at(slot)
+        assert entry is not None, f"slot {slot} is in the order of use and not in the table"
+        self._remove(entry)
+        self._forget(entry[0][8:24])
+        self._table.add_stat("evicted")
+
+    def _expire(self, entry: Entry, now: Now) -> bool:
+        if not ended(entry, now.boot_ns):
+            return False
+        self._remove(entry)
+        self._forget(entry[0][8:24])
+        self._table.add_stat("expired")
+        return True
+
+    def _remove(self, entry: Entry) -> None:
+        self._order.remove(entry[1])
+        self._table.remove(entry)
+
+    def _living(self, key: bytes, now: Now) -> Entry | None:
+        entry = self._table.entry(key)
+        return entry if entry is not None and not ended(entry, now.boot_ns) else None
+
+    def _entries(self) -> Iterator[Entry]:
+        return iter(list(self._table.entries()))
+
+    def _life(self, ttl_ms: int | None, now: Now) -> Life:
+        written_s = _shown(now.unix_ms)
+        if ttl_ms is None:
+            return Life(written_s)
+        return Life(written_s, (now.unix_ms + ttl_ms) / 1000, now.boot_ns + ttl_ms * 1_000_000)
+
+    # ---- claims and waiters
+
+    def _let_go(self, claim: Claim, client: int) -> None:
+        """What the owner will not decide any more; only the owner may say so."""
+        if claim.client == client:
+            for key in claim.held:
+                self._advance(claim, key, Event.RELEASED)
+
+    def _overtake(self, claim: Claim) -> None:
+        self._table.add_stat("claims_overtaken")
+        for key in claim.held:
+            self._advance(claim, key, Event.OVERTAKEN)
+
+    def _advance(self, claim: Claim, key: bytes, event: Event) -> None:
+        self._claims.advance(claim, key, event)
+        self._wake(key)
+
+    def _wake(self, key: bytes) -> None:
+        """Everybody who waits for this key looks again (I4)."""
+        for reply in self._waiters.pop(key, ()):
+            self._reply_if_parked(reply)
+
+    # ---- commits
+
+    def _record(self, item: Item, life: Life, now: Now) -> None:
+        self._sequence += 1
+        expires_ms = None if item.ttl_ms is None else now.unix_ms + item.ttl_ms
+        self._records.append(Record(item.key, item.value, now.unix_ms, expires_ms, self._sequence))
+
+    def _forget(self, key: bytes) -> None:
+        """Out of the database with the next commit, which deletes before it writes."""
+        self._records = [record for record in self._records if record.key != key]
+        self._gone.append(key)
+
+    def _commit(self) -> None:
+        if self._records or self._gone:
+            self._commit_batch()
+
+    def _answer_when_committed(self, request: Request, body: AnyReply) -> None:
+        self._commit_batch(answer=self._park(request, body))
+
+    def _commit_batch(self, *, forget_all: bool = False, answer: Reply | None = None) -> None:
+        """Everything that has changed since the last one."""
+        answers = [answer] if answer is not None else []
+        records, gone, self._records, self._gone = self._records, self._gone, [], []
+        if self._submit is None:
+            self._reply_if_parked(answer)
+            return
+        self._numbers += 1
+        pending = [record.key for record in records if record.key in self._pending]
+        self._committing[self._numbers] = (pending, answers)
+        self._submit(Batch(self._numbers, records, gone, forget_all))
+
+    # ---- replies
+
+    def _settle(self, adding: _Adding, position: int, verdict: AddVerdict) -> None:
+        adding.verdicts[position] = verdict
+        adding.left -= 1
+        name = {"stored": "stored", "held": "held", "failed": "failed"}.get(verdict, f"refused_{verdict}")
+        self._table.add_stat(name)
+        if not adding.left and adding.reply is not None:
+            said = [verdict for verdict in adding.verdicts if verdict is not None]
+            self._reply_if_parked(msgspec.structs.replace(adding.reply, body=Added(said)))
+
+    def _answer(self, request: Request, body: AnyReply) -> None:
+        self._reply_if_parked(self._park(request, body))
+
+    def _park(self, request: Request, body: AnyReply) -> Reply | None:
+        """A reply that may have to wait; None where none is wanted."""
+        if request.mailbox == NO_MAILBOX:
+            return None
+        self._parked[request.client, request.mailbox] = request.request
+        return Reply(request.client, request.mailbox, request.request, body)
+
+    def _reply_if_parked(self, reply: Reply | None) -> None:
+        """Deliver, unless the mailbox has asked something else meanwhile."""
+        if reply is not None and self._parked.get((reply.client, reply.mailbox)) == reply.request:
+            del self._parked[reply.client, reply.mailbox]
+            self._replies.append(reply)
+
+    def _take_replies(self) -> list[Reply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+
+def _rest(record: Record, now: Now) -> Life | None:
+    """What is left of a stored life, by a clock that may have been set since; None: nothing.
+
+    Never more than its ttl, and nothing of a record that was written in the future.
+    """
+    if record.written_ms > now.unix_ms + CLOCK_SLACK_MS:
+        return None
+    written_s = _shown(record.written_ms)
+    if record.expires_ms is None:
+        return Life(written_s)
+    rest_ms = min(record.expires_ms - now.unix_ms, record.expires_ms - record.written_ms)
+    if rest_ms <= 0:
+        return None
+    return Life(written_s, record.expires_ms / 1000, now.boot_ns + rest_ms * 1_000_000)
+
+
+def _shown(unix_ms: int) -> int:
+    """Seconds for people, in what an entry has room for, whatever the clock says."""
+    return min(max(0, unix_ms // 1000), 0xFFFFFFFF)

@@ -1,0 +1,179 @@
+"""The database behind the coordinator: what was committed is there, and no file stops a start."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+
+from shmcache.decisions import db
+from shmcache.decisions.db import Batch, Committer, Database, Record, load
+
+A, B = Record(b"a" * 16, b"1", 10, None, 1), Record(b"b" * 16, b"2", 20, 30, 2)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "decisions.sqlite3"
+
+
+def commit(path: Path, *batches: Batch) -> None:
+    database, _ = load(path, "commit")
+    assert database is not None
+    database.commit(batches)
+    database.close()
+
+
+def records(path: Path) -> list[Record]:
+    database, kept = load(path, "commit")
+    assert database is not None
+    database.close()
+    return kept
+
+
+def test_what_was_committed_is_there_in_its_order(path: Path) -> None:
+    commit(path, Batch(1, [B]), Batch(2, [A]))
+    assert records(path) == [A, B]
+    commit(path, Batch(3, deleted=[A.key]))
+    assert records(path) == [B]
+    commit(path, Batch(4, [A], forget_all=True))
+    assert records(path) == [A]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_commit_survives_a_kill(path: Path) -> None:
+    commit(path)
+    pid = os.fork()
+    if pid == 0:
+        database, _ = load(path, "commit")
+        assert database is not None
+        database.commit([Batch(1, [A])])
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    assert records(path) == [A]
+
+
+def test_a_failed_transaction_changes_nothing(path: Path) -> None:
+    database, _ = load(path, "commit")
+    assert database is not None
+    bad = Record(b"c" * 16, None, 1, None, 3)  # type: ignore[arg-type]
+    with pytest.raises(sqlite3.Error):
+        database.commit([Batch(1, [A]), Batch(2, [bad])])
+    database.commit([Batch(3, [B])])
+    database.close()
+    assert records(path) == [B]
+
+
+@pytest.mark.parametrize("content", [b"", b"not a database" * 100, b"SQLite format 3\0" + b"\xff" * 5000])
+def test_a_damaged_file_is_set_aside_and_stops_nothing(
+    path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.parent.mkdir(mode=0o700)
+    path.write_bytes(content)
+    path.chmod(0o600)
+    assert records(path) == []
+    commit(path, Batch(1, [A]))
+    assert records(path) == [A]
+    aside = list(path.parent.glob("*.aside-*"))
+    assert [file.read_bytes() for file in aside] == ([content] if content else [])
+    assert ("set aside" in caplog.text) == bool(content)
+
+
+def test_of_a_file_that_is_damaged_further_on_the_readable_part_is_kept(path: Path) -> None:
+    many = [Record(number.to_bytes(16), os.urandom(300), 1, None, number) for number in range(500)]
+    commit(path, Batch(1, many))
+    content = bytearray(path.read_bytes())
+    content[-9 * 4096 : -8 * 4096] = b"\xff" * 4096
+    path.write_bytes(content)
+    kept = records(path)
+    assert {record.key for record in kept} <= {record.key for record in many}
+    assert records(path) == kept, "the next start reads the same from the new file"
+
+
+def test_a_database_of_somebody_else_is_set_aside(path: Path) -> None:
+    path.parent.mkdir(mode=0o700)
+    with sqlite3.connect(path) as other:
+        other.execute("CREATE TABLE precious (x)")
+    other.close()
+    path.chmod(0o600)
+    assert records(path) == []
+    (aside,) = path.parent.glob("*.aside-*")
+    with sqlite3.connect(aside) as kept:
+        assert kept.execute("SELECT name FROM sqlite_master").fetchall() == [("precious",)]
+    kept.close()
+
+
+def test_what_others_can_write_is_not_used(path: Path) -> None:
+    path.parent.mkdir(mode=0o700)
+    path.write_bytes(b"")
+    path.chmod(0o666)
+    commit(path, Batch(1, [A]))
+    assert len(list(path.parent.glob("*.aside-*"))) == 1
+    link = path.with_name("link")
+    link.symlink_to(path)
+    assert records(link) == []
+    assert records(path) == [A]
+
+
+def test_a_file_in_use_leaves_decisions_in_memory(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, _ = load(path, "commit")
+    assert first is not None
+    assert load(path, "commit") == (None, [])
+    assert "in use" in caplog.text
+    first.close()
+    assert not list(path.parent.glob("*.aside-*"))
+
+
+def test_where_no_directory_can_be_made_decisions_are_not_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert load(tmp_path / "file" / "decisions", "commit") == (None, [])
+    assert "not kept" in caplog.text
+
+
+def test_batches_that_wait_together_are_committed_together_and_reported_in_order(path: Path) -> None:
+    database, _ = load(path, "commit")
+    assert database is not None
+    first, go_on, woken = threading.Event(), threading.Event(), threading.Semaphore(0)
+    commits: list[int] = []
+    really = database.commit
+
+    def slowly(batches: list[Batch]) -> None:
+        first.set()
+        go_on.wait(10)
+        commits.append(len(batches))
+        really(batches)
+
+    database.commit = slowly  # type: ignore[method-assign, assignment]
+    committer = Committer(database, woken.release)
+    committer.submit(Batch(1, [A]))
+    assert first.wait(10)
+    for number in range(2, 6):
+        committer.submit(Batch(number, [B]))
+    go_on.set()
+    assert woken.acquire(timeout=10)
+    assert woken.acquire(timeout=10)
+    assert [(batch.number, why) for batch, why in committer.outcomes()] == [(n, "") for n in range(1, 6)]
+    assert commits == [1, 4]
+    committer.close()
+    assert records(path) == [A, B]
+
+
+def test_removing_takes_the_log_and_what_was_set_aside(path: Path) -> None:
+    commit(path, Batch(1, [A]))
+    for suffix in ("-wal", ".aside-1", ".aside-1-wal"):
+        path.with_name(path.name + suffix).write_bytes(b"")
+    path.with_name(path.name + "x").write_bytes(b"")
+    assert len(db.remove(path)) == 4
+    assert [file.name for file in path.parent.iterdir()] == [path.name + "x"]
+
+
+def test_the_default_is_in_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert db.default_path("ns") == tmp_path / "shmcache" / "decisions.ns.sqlite3"
+    assert isinstance(Database, type)
