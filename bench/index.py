@@ -163,7 +163,7 @@ SPAWN = get_context("spawn")
 
 def _two_readers(pair: Pair, options: Options) -> Row:
     keys = pair.some_keys(20_000)
-    seconds = 0.4 if options.quick else 1.0
+    seconds = 0.25 if options.quick else 1.0
     with Helper(_read, str(pair.path), keys) as one, Helper(_read, str(pair.path), keys) as other:
         return compared(
             "two_readers_vs_one",
@@ -226,7 +226,7 @@ def _p99(directory: Path, options: Options) -> Row:
     """The writer publishes rows of its own and replaces and removes them: the reader's rows stay."""
     path = directory / "churned"
     keys = [os.urandom(32) for _ in range(10_000)]
-    seconds = 0.5 if options.quick else 1.5
+    seconds = 0.3 if options.quick else 1.5
     with Helper(_publish, str(path), keys) as writer, Mapping.open(path) as mapping:
         reader = index.IndexReader(mapping.bytes)
 

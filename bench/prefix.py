@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import llama_cpp
+from llama_cpp.llama_cache import LlamaRAMCache
 
 from bench.harness import Options, Row, compared, timed
 from bench.index import make_index, working_directory
@@ -150,7 +151,7 @@ def _against_ram_cache(directory: Path, options: Options) -> Row:
     entries = [
         tokens[:common] + random.choices(range(len(pieces)), k=ENTRY_TOKENS - common) for common in shared
     ]
-    theirs = llama_cpp.LlamaRAMCache()
+    theirs = LlamaRAMCache()
     for entry in entries:
         theirs[entry] = SimpleNamespace(llama_state_size=1)
     texts = [b"".join(pieces[token] for token in entry) for entry in entries]

@@ -174,14 +174,17 @@ assert not crc32c(_CHECK.pack(crc32c(b"") ^ _TO_ZERO))
 
 _SCAN_SLOTS = 1024
 
-LAYOUT_HASH = int.from_bytes(
-    hashlib.sha256(
-        repr(
-            (HEADER_BYTES, SLOTS, _PLACES.format, _ROW.format, _BLOCK.format, BITMAP_BYTES, STAT_NAMES)
-        ).encode()
-    ).digest()[:8],
-    "little",
+_LAYOUT = (
+    HEADER_BYTES,
+    SLOTS,
+    _PLACES.format,
+    _ROW.format,
+    _BLOCK.format,
+    _TO_ZERO,
+    BITMAP_BYTES,
+    STAT_NAMES,
 )
+LAYOUT_HASH = int.from_bytes(hashlib.sha256(repr(_LAYOUT).encode()).digest()[:8], "little")
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
