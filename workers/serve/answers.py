@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import msgspec
+from llama_cpp.llama_grammar import LlamaGrammar
 
 from shmcache.workers.serve.wire import Chunk, Done, Failed, Job, Reply, Usage
 
@@ -32,6 +33,7 @@ _REQUESTS_FAULT = (ValueError, jinja2.TemplateError, RecursionError)
 def answer(llama: ServedLlama, job: Job, send: Callable[[Reply], None]) -> Done | Failed:
     """Answer a request; a streamed answer's chunks go to `send`."""
     try:
+        _check_tokens(job, llama.n_vocab())
         if job.stream:
             return _stream(llama, job, send)
         return _whole(llama, job)
@@ -41,6 +43,14 @@ def answer(llama: ServedLlama, job: Job, send: Callable[[Reply], None]) -> Done 
         if not llama.hang_up.is_set():  # else this is what stopping it looks like
             log.exception("model %s failed", job.model)
         return Failed(500, f"{type(error).__name__}: {error}")
+
+
+def _check_tokens(job: Job, n_vocab: int) -> None:
+    """llama.cpp and numpy would fail for an id beyond the vocabulary, each in its own way."""
+    prompt = job.arguments.get("prompt")
+    ids = [*(prompt if isinstance(prompt, list) else ()), *job.arguments.get("logit_bias", ())]
+    if wrong := [token for token in ids if not 0 <= token < n_vocab]:
+        raise ValueError(f"there is no such token: {wrong[0]}")
 
 
 def _whole(llama: ServedLlama, job: Job) -> Done:
@@ -63,7 +73,10 @@ def _stream(llama: ServedLlama, job: Job, send: Callable[[Reply], None]) -> Done
 
 def _ask(llama: ServedLlama, job: Job, *, stream: bool) -> Any:
     ask = llama.create_chat_completion if job.kind == "chat" else llama.create_completion
-    return ask(**job.arguments, model=job.model, stream=stream)
+    arguments = job.arguments
+    if (grammar := arguments.get("grammar")) is not None:
+        arguments = {**arguments, "grammar": LlamaGrammar.from_string(grammar, verbose=False)}
+    return ask(**arguments, model=job.model, stream=stream)
 
 
 def _usage(llama: ServedLlama) -> Usage:

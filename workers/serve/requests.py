@@ -77,7 +77,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 class Completion(Sampling, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: str | list[Natural | str | list[Natural]] = ""
+    prompt: str | list[Natural | str | list[Natural]]
     suffix: str | None = None
     echo: bool | None = None
     logprobs: Natural | None = None
