@@ -151,7 +151,7 @@ class Arbiter:
                     if (claim := self._claims.by_token(request.claim)) is not None:
                         self._let_go(claim, request.client)
                 case Renew():
-                    self._renew(request, now)
+                    self._answer(request, self._renew(request, now))
                 case Delete():
                     self._delete(request)
                 case Clear():
@@ -239,20 +239,21 @@ class Arbiter:
         self._pending[key] = _Pending(item, life, [(adding, position)])
         return None
 
-    def _renew(self, request: Renew, now: Now) -> None:
+    def _renew(self, request: Renew, now: Now) -> Deleted:
         entry = self._living(request.key, now)
         if entry is None:
-            return
+            return Deleted(0)
         if request.ttl_ms == 0:
             self._remove(entry)
             self._forget(request.key)
-            return
+            return Deleted(1)
         decision = self._table.decision(entry)
         assert decision is not None
         item = Item(request.key, decision.value, request.ttl_ms)
         life = self._life(request.ttl_ms, now)
         if self._publish(item, life, now):
             self._record(item, life, now)
+        return Deleted(0)
 
     def _delete(self, request: Delete) -> None:
         """Out of the table, and nothing that is computed or committed for these keys comes back."""

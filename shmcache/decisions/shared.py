@@ -132,9 +132,9 @@ class SharedStore:
         return answer
 
     def renew(self, key: bytes, expires: float | None) -> None:
-        """As DecisionStore; nobody waits for it."""
+        """As DecisionStore; seen by everybody when it returns, and committed soon after."""
         ttl_ms = None if expires is None else max(0, int((expires - time.time()) * 1000))
-        self._connection.tell(lambda head: protocol.Renew(**head, key=key, ttl_ms=ttl_ms), CLAIM_NS)
+        self._deleted(lambda head: protocol.Renew(**head, key=key, ttl_ms=ttl_ms))
 
     def delete(self, key: bytes) -> bool:
         """Remove one, for everybody; what is being computed for it is not stored."""

@@ -71,9 +71,7 @@ class World:
             self.arbiter.handle(request, lambda offset, length: outbox[offset:][:length], self.now)
         )
 
-    def add(
-        self, *items: tuple[bytes, bytes], client: int = ALICE, claim: int = 0, **fields: Any
-    ) -> list[Any]:
+    def add(self, *items: tuple[bytes, bytes], client: int = ALICE, **fields: Any) -> list[Any]:
         ttl_ms = fields.pop("ttl_ms", None)
         wire = [Item(key, value, ttl_ms) for key, value in items]
         fields = {"clear": 0, "claim": 0, **fields}

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 from decisions.redis_server import RedisServer
+from support import Namespace
 
 from shmcache.decisions import DecisionCache, FallbackStore, MemoryStore, SqliteStore, stores
 from shmcache.decisions.redis import RedisStore
+from shmcache.decisions.shared import SharedStore
 
 KEY, OTHER = b"k" * 16, b"o" * 16
 
@@ -34,7 +36,7 @@ def redis_store(redis_server: RedisServer) -> Iterator[RedisStore]:
     store.close()
 
 
-@pytest.fixture(params=["memory", "sqlite", "redis", "fallback"])
+@pytest.fixture(params=["memory", "sqlite", "redis", "fallback", "shared", "shared fallback"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     made: Any
     match request.param:
@@ -46,6 +48,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
             made = request.getfixturevalue("redis_store")
         case "fallback":
             made = FallbackStore(request.getfixturevalue("redis_store"), MemoryStore())
+        case _:
+            space: Namespace = request.getfixturevalue("space")
+            space.start()
+            made = SharedStore(space.name)
+            if request.param == "shared fallback":
+                made = FallbackStore(made, MemoryStore())
     yield made
     made.close()
 
@@ -60,12 +68,12 @@ def test_the_first_decision_wins(store: Any) -> None:
 
 
 def test_a_value_lives_until_it_expires(store: Any) -> None:
-    expires = round(time.time() + 0.3, 3)
+    expires = round(time.time() + 0.6, 3)
     store.add(KEY, b"short", expires)
     value, said = store.get(KEY)
-    assert (value, said) == (b"short", pytest.approx(expires, abs=0.002))
+    assert (value, said) == (b"short", pytest.approx(expires, abs=0.2))
     assert store.add(KEY, b"late", None) == b"short"
-    time.sleep(0.35)
+    time.sleep(0.9)
     assert store.get(KEY) is None
     assert store.add(KEY, b"next", None) == b"next"
 
