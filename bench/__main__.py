@@ -12,7 +12,7 @@ import sys
 import bench
 from bench.harness import run
 
-_NOT_BENCHES = {"__main__", "harness"}
+_NOT_BENCHES = {"__main__", "harness", "states"}
 
 
 def names() -> list[str]:

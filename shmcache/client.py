@@ -271,6 +271,12 @@ class Cache:
         self.count("restore_refused")
         self._drop(hit.found, why)
 
+    def let_go(self) -> None:
+        """Unmap all that is kept: the next hit of each row maps and sums it anew."""
+        with self._lock:
+            self._kept.clear()
+            self.connection.state_mapped(self._kept.kept_bytes, self._kept.orphaned_bytes)
+
     def _open(self, found: Found) -> Hit | None:
         row = found.row
         slab: MappedSlab | ReadSlab | None
