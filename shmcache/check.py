@@ -14,7 +14,6 @@ Leaves out: mending. The coordinator mends at start and every 30 seconds; a find
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
@@ -113,9 +112,6 @@ def _check_blocks(reader: IndexReader, rows: list[Row]) -> Iterator[Finding]:
         yield Finding("bitmap", block_key.hex(), f"bit {tail} is not set though a row needs it")
     for block_key, tail in there - wanted:
         yield Finding("bitmap", block_key.hex(), f"bit {tail} is set and no row has it")
-    for (block_key, tail), count in Counter((row.block_key, row.tail) for row in rows).items():
-        if count > 1:
-            yield Finding("row", block_key.hex(), f"{count} rows share the tail {tail}")
 
 
 def _check_files(view: View, tier: Tier, held: dict[str, Row]) -> Iterator[Finding]:

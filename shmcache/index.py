@@ -58,7 +58,7 @@ Publish: each step is one copy or one word store, in this order.
     P8 replaced     P8 and P9 only where the key had a row: `replacements` moves on,
     P9 old word     and the old row is gone; the bit is the new one's as well
 Remove:
-    R1 bit          the row is not found by prefix any more
+    R1 bit          the row is not found by prefix any more; not where another row needs the bit (I7)
     R2 block word   only where the bitmap is empty now: the block is gone
     R3 word         the row is gone
 Where both row buckets are full, the row that `coldest` names leaves first, by R1 to R3. Where both block
@@ -88,7 +88,8 @@ Invariants
         exists only between P3 and P7 and between R1 and R3.
     I5  A free block slot has an empty bitmap.
     I6  A writer that dies between two steps leaves every row whole or not there.
-    I7  A block and a tail name one row at most, since the block's key covers the identity.
+    I7  A bit stands for all rows of its block with this tail: texts of one length that begin alike. The
+        writer counts those beyond the first, and the bit goes with the last.
 
 Leans on: aligned stores through memoryview.cast("Q"), which never tear (struct.pack_into would show
 readers zeros). New segments read as zeros, so creation touches one page. Little-endian words, as KVC has
@@ -514,6 +515,7 @@ class IndexWriter(IndexReader):
         self._buffer = buffer
         # Random, so that no touch of another epoch's index names a row of this one.
         self._generation = int.from_bytes(os.urandom(6), "little")
+        self._sharers: dict[int, int] = {}  # block slot << 10 | tail: rows beyond the first (I7)
 
     @classmethod
     def create(cls, buffer: memoryview, max_rows: int, epoch: int) -> Self:
@@ -556,7 +558,7 @@ class IndexWriter(IndexReader):
         self._copy(entry + 8, image[8:])  # P1 body
         self._copy(self._rows.tags + slot, row.key[:1])  # P2 tag
         self._store(entry, word)  # P3 word
-        self._publish_bit(row)
+        self._publish_bit(row, is_replacement=replaced is not None)
         if replaced is None:
             self._add("rows", 1)
         else:
@@ -571,7 +573,7 @@ class IndexWriter(IndexReader):
             or self._free_slot(self._blocks, self._block_words, block_key) >= 0
         )
 
-    def _publish_bit(self, row: Row) -> None:
+    def _publish_bit(self, row: Row, *, is_replacement: bool) -> None:
         slot, _ = self._find_block(row.block_key)
         if slot < 0:
             slot = self._free_slot(self._blocks, self._block_words, row.block_key)
@@ -583,6 +585,9 @@ class IndexWriter(IndexReader):
             self._store(entry, word)  # P6 block word
             self._add("blocks", 1)
         place, bit = self._bit(slot, row.tail)
+        if self._words[place >> 3] & bit and not is_replacement:
+            sharer = slot << 10 | row.tail
+            self._sharers[sharer] = self._sharers.get(sharer, 0) + 1
         self._store(place, self._words[place >> 3] | bit)  # P7 bit
 
     def remove(self, key: bytes) -> Found | None:
@@ -595,13 +600,21 @@ class IndexWriter(IndexReader):
     def _remove(self, found: Found) -> None:
         row = found.row
         block, _ = self._find_block(row.block_key)
-        place, bit = self._bit(block, row.tail)
-        self._store(place, self._words[place >> 3] & ~bit)  # R1 bit
+        if not self._is_shared(block, row.tail):
+            place, bit = self._bit(block, row.tail)
+            self._store(place, self._words[place >> 3] & ~bit)  # R1 bit
         if not self._bitmap(block):
             self._store(self._blocks.entry(block), 0)  # R2 block word
             self._add("blocks", -1)
         self._store(self._rows.entry(found.slot), 0)  # R3 word
         self._add("rows", -1)
+
+    def _is_shared(self, block: int, tail: int) -> bool:
+        """Whether another row needs this bit; one that did not come first is counted off."""
+        others = self._sharers.pop(block << 10 | tail, 0)
+        if others > 1:
+            self._sharers[block << 10 | tail] = others - 1
+        return others > 0
 
     def _evict(self, slot: int, choices: Sequence[int]) -> Found:
         found = self.at(slot)

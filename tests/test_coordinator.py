@@ -20,7 +20,7 @@ from shmcache import index, shm
 from shmcache.connection import Head
 from shmcache.coordinator import HEAD_DETAIL, Coordinator, Now, Reply, TierState
 from shmcache.index import IndexWriter
-from shmcache.key import row_address
+from shmcache.key import PrefixWalk, row_address
 from shmcache.page import MAILBOXES
 from shmcache.protocol import (
     NO_MAILBOX,
@@ -1140,6 +1140,25 @@ def test_descent_forgets_rows_that_have_left(desk: Desk) -> None:
     desk.save(B, base=A)
     desk.save(C, base=A)
     assert desk.coordinator._order.children[parent.slot] == 2
+
+
+def test_rows_of_one_length_that_begin_alike_are_found_until_each_has_left(desk: Desk) -> None:
+    same = [prompt(500, name) for name in ("x", "y", "z")]
+    for text in same:
+        desk.save(text)
+
+    def found(text: bytes) -> list[bytes]:
+        walk = PrefixWalk(WHO.seed, text + b"and more")
+        return [row.row.key for row in desk.index.candidates(walk, walk.text_bytes)]
+
+    for gone, text in enumerate(same):
+        assert [found(each) for each in same[gone:]] == [[key_of(each)] for each in same[gone:]]
+        row = desk.index.get(key_of(text))
+        assert row is not None
+        desk.tell(Drop(**desk.head(1, NO_MAILBOX), key=key_of(text), word=row.word, why=""))
+        desk.run()
+        assert found(text) == []
+    assert list(desk.index.blocks()) == []
 
 
 # ---- directories against the index
