@@ -137,6 +137,7 @@ class Coordinator:
         self._epoch = epoch
         self._forget = forget
         self._unnamed_bytes = unnamed_bytes
+        self._held_before: dict[int, int] = {}
         self._reservations = Reservations()
         self._order = UseOrder(index.slots, len(Tier))
         # Who waits for a key (Await) or for a token (Written): place and request. Only those still
@@ -324,6 +325,7 @@ class Coordinator:
     def adopt(self, now: Now) -> int:
         """At start: enter every slab that validates, in order of last use; returns how many."""
         self._now = now
+        self._held_before = dict(self._unnamed_bytes())
         for state in self._tiers.values():
             slabs: list[Slab] = []
             for entry in state.lane.tier.scan():
@@ -362,6 +364,7 @@ class Coordinator:
     def tick(self, now: Now, now_s: float) -> list[Reply]:
         """A few times a second: lanes that are late, outcomes, a slice of a survey."""
         self._now = now
+        self._unreserved_bytes()
         for state in self._tiers.values():
             before = state.lane.state
             state.lane.look(now_s)
@@ -699,12 +702,21 @@ class Coordinator:
         return free_bytes if state.staging_bytes else free_bytes - self._unreserved_bytes()
 
     def _unreserved_bytes(self) -> int:
-        """Bytes in /dev/shm that workers hold for reservations of a coordinator before us."""
+        """Bytes in /dev/shm that workers hold for reservations of a coordinator before us.
+
+        A worker states one sum. What it held when we came counts beside what we have granted since, until
+        the sum has fallen below it, which it does between two requests.
+        """
         charged: dict[int, int] = {}
         for reservation in self._reservations:
             charged[reservation.client] = charged.get(reservation.client, 0) + reservation.charged_bytes
-        held = self._unnamed_bytes().items()
-        return sum(max(0, held_bytes - charged.get(client, 0)) for client, held_bytes in held)
+        held = self._unnamed_bytes()
+        before = {client: min(size, held.get(client, 0)) for client, size in self._held_before.items()}
+        self._held_before = {client: size for client, size in before.items() if size}
+        return sum(
+            max(self._held_before.get(client, 0), size - charged.get(client, 0))
+            for client, size in held.items()
+        )
 
     def _protected(self) -> set[int]:
         """Slots of all rows that a live reservation extends, and of their ancestors (I3)."""

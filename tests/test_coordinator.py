@@ -988,7 +988,8 @@ def test_a_grant_waits_until_what_left_for_it_is_gone(space: Namespace) -> None:
     desk.lane.step()
     assert key_of(A) not in desk.files()
     (reply,) = desk.coordinator.outcomes(NOW)
-    assert (reply.request, kinds(reply.body.verdicts)) == (request.request, ["granted"])  # type: ignore[union-attr]
+    assert isinstance(reply.body, Reserved)
+    assert (reply.request, kinds(reply.body.verdicts)) == (request.request, ["granted"])
     desk.close()
 
 
