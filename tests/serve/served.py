@@ -18,6 +18,10 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from support import WAIT_S, eventually
 
+from shmcache.check import check
+from shmcache.observe import observe
+from shmcache.shm import Names
+
 KEY = "sk-0123456789abcdef"
 
 # One thread a worker, and gates that let short prompts have all their rows.
@@ -144,6 +148,29 @@ class Served(Process):
         """Nothing is computed and nothing waits."""
         metrics = self.metrics()
         return not metrics["shmcache_serve_running"] and not metrics["shmcache_serve_waiting"]
+
+
+class Since:
+    """How a server's metrics have grown: since("requests_total.answered")."""
+
+    def __init__(self, server: Served) -> None:
+        self._server = server
+        self._before = server.metrics()
+
+    def __call__(self, name: str) -> float:
+        """Growth of `shmcache_serve_<name>`."""
+        return self._server.metric(f"shmcache_serve_{name}") - self._before[f"shmcache_serve_{name}"]
+
+
+def assert_nothing_leaked(namespace: str, workers: int) -> None:
+    """Pages and FIFOs are those of workers that live, no save is in flight, and the cache is consistent."""
+    names = Names(namespace)
+    eventually(lambda: len(list(names.pages.iterdir())) == workers)
+    clients = {page.name for page in names.pages.iterdir()}
+    eventually(lambda: {fifo.name.partition(".")[0] for fifo in names.fifos.iterdir()} <= clients)
+    eventually(lambda: not any(tier.charged_bytes for tier in observe(namespace).tiers.values()))
+    assert not any(worker.unnamed_bytes for worker in observe(namespace).workers)
+    assert check(namespace) == []
 
 
 def prompt(name: str, words: int = 40) -> str:
