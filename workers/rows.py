@@ -82,17 +82,22 @@ class Author(msgspec.Struct, frozen=True, kw_only=True):
             block_key=walk.block_keys[text_bytes // BLOCK_BYTES],
             tail=text_bytes % BLOCK_BYTES,
         )
-        return self._plan(address, text_bytes, token_count, trail)
-
-    def reply_plan(self, token_count: int, trail: Trail) -> SavePlan:
-        """Plan a row of at most `token_count` tokens, the trail and what will follow it."""
-        return self._plan(None, len(trail.text), token_count, trail)
-
-    def _plan(self, address: RowAddress | None, text_bytes: int, token_count: int, trail: Trail) -> SavePlan:
         return SavePlan(
             address=address,
             text_bytes=text_bytes,
             payload_offset=head_bytes(token_count, len(trail.pieces) + _SPARE_PIECES),
+            payload_bytes=self.size.bytes_at(token_count),
+        )
+
+    def reply_plan(self, token_count: int, most_tokens: int, trail: Trail) -> SavePlan:
+        """Plan a row of the trail and a reply: room for the state of `token_count` tokens and the ids of all.
+
+        A slab can grow behind its head, but the head cannot grow (4 bytes for each token).
+        """
+        return SavePlan(
+            address=None,
+            text_bytes=len(trail.text),
+            payload_offset=head_bytes(most_tokens, len(trail.pieces) + _SPARE_PIECES),
             payload_bytes=self.size.bytes_at(token_count),
         )
 

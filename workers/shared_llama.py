@@ -42,7 +42,7 @@ import msgspec
 from llama_cpp import llama_chat_format
 
 from shmcache import policy
-from shmcache.client import Cache, Hit, Slab, attach
+from shmcache.client import Cache, Grants, Hit, Slab, attach
 from shmcache.config import Gates
 from shmcache.errors import RestoreRefused, StaleGenerator, UsedAfterFork
 from shmcache.identity import FileState, FingerprintMode, file_state
@@ -343,15 +343,11 @@ class SharedLlama(llama_cpp.Llama):
         live = self._live_row(request, prompt)
         row = self._longest_row(request, prompt, live)
         if row is not None:
-            hit, joined = row
-            if self._restore(hit, joined, prompt):
-                request.source = "shared"
-                return joined
-        elif live is not None and self._go_on(live):
+            return self._take(request, prompt, *row)
+        if live is not None and self._go_on(live):
             request.source = "live"
             return live.joined
         self.reset()
-        request.source = ""
         return Joined(prompt.text.tokens, 0)
 
     def _live_row(self, request: Request, prompt: Prompt) -> LiveRow | None:
@@ -415,56 +411,74 @@ class SharedLlama(llama_cpp.Llama):
         self._cells.close_entry(live.trail)
         return self._cells.cut(live.trail, live.joined.keep)
 
-    def _restore(self, hit: Hit, joined: Joined, prompt: Prompt) -> bool:
-        """Put a row into the cells; False, and the row is dropped, where it does not fit."""
+    def _take(self, request: Request, prompt: Prompt, hit: Hit, joined: Joined) -> Joined:
+        """Put a row into the cells, or nothing where it does not fit: the row is dropped then."""
+        fault = self._restore(hit, joined, prompt)
+        if fault is None:
+            with self._edge.guard("use"):
+                hit.use()
+            request.source = "shared"
+            return joined
+        self._edge.drop(hit, fault)
+        self.reset()
+        request.source = ""
+        return Joined(prompt.text.tokens, 0)
+
+    def _restore(self, hit: Hit, joined: Joined, prompt: Prompt) -> str | None:
+        """Fill the cells with a row and cut it; why not, where that fails."""
         try:
             trail = self._cells.restore(hit.image, self._edge.forget)
         except RestoreRefused as refused:
-            self._edge.drop(hit, str(refused))
-            return False
-        spells_it = trail.text == prompt.text.text[: len(trail.text)]
-        if not spells_it or not self._cells.cut(trail, joined.keep):
-            self._edge.drop(hit, "its tokens do not spell its text, or the last one cannot be cut off")
-            return False
-        with self._edge.guard("use"):
-            hit.use()
-        return True
+            return str(refused)
+        if trail.text != prompt.text.text[: len(trail.text)]:
+            return "its tokens do not spell its text"
+        return None if self._cells.cut(trail, joined.keep) else "its last token cannot be cut off"
 
     def _claim(self, request: Request, prompt: Prompt, joined: Joined) -> tuple[Joined, dict[int, Slab]]:
         """Reserve the rows to come; while another worker makes the first of them, wait and look again."""
         for _ in range(MOST_WAITS):
-            slabs, held = self._reserve_anchors(prompt, joined)
-            if held is None:
-                return joined, slabs
-            request.waited = True
-            self._edge.wait(held, WAIT_MS)
-            joined = self._look_up(request, prompt)
+            missing = self._missing_anchors(prompt, joined)
+            if not missing:
+                break
+            grants = self._reserve_anchors(prompt, joined, missing)
+            slabs = zip(missing, grants.slabs, strict=True)
+            granted = {anchor: slab for anchor, slab in slabs if slab is not None}
+            if granted:
+                shift = joined.longer_by(prompt.text)
+                return joined, {anchor + shift: slab for anchor, slab in granted.items()}
+            if grants.held is not None:
+                request.waited = True
+                self._edge.wait(grants.held, WAIT_MS)
+            # What is not granted may be there by now.
+            longer = self._longest_row(request, prompt, self._live_row(request, prompt))
+            if longer is not None:
+                joined = self._take(request, prompt, *longer)
+            elif grants.held is None:
+                break
         return joined, {}
 
     # ---- PREFILL and SAVE
 
-    def _reserve_anchors(self, prompt: Prompt, joined: Joined) -> tuple[dict[int, Slab], bytes | None]:
-        """Ask for all rows of the prompt that are still to come, at once.
-
-        Returns the slabs by their position in the cells, and the key of the first row where another worker
-        makes it.
-        """
-        trail, author, walk = self._cells.trail, self._author, prompt.walk
-        if trail is None or author is None or walk is None:
-            return {}, None
+    def _missing_anchors(self, prompt: Prompt, joined: Joined) -> list[int]:
+        """Anchors whose rows would be passed on the way to the prompt's end."""
         shift = joined.longer_by(prompt.text)
-        missing = [
+        return [
             anchor
             for anchor in prompt.anchors
             if anchor + shift > joined.keep and policy.anchor_is_saved(anchor, self._gates)
         ]
+
+    def _reserve_anchors(self, prompt: Prompt, joined: Joined, missing: Sequence[int]) -> Grants:
+        """Ask for their rows, all at once."""
+        trail, author, walk = self._cells.trail, self._author, prompt.walk
+        if trail is None or author is None or walk is None:
+            return Grants([None] * len(missing))
+        shift = joined.longer_by(prompt.text)
         plans = [
             author.anchor_plan(walk, prompt.text.ends[anchor - 1], anchor + shift, trail)
             for anchor in missing
         ]
-        grants = self._edge.reserve(plans, trail.base_key(), trail.forget)
-        slabs = zip(missing, grants.slabs, strict=True)
-        return {anchor + shift: slab for anchor, slab in slabs if slab is not None}, grants.held
+        return self._edge.reserve(plans, trail.base_key(), trail.forget)
 
     def _evaluate(self, prompt: Prompt, joined: Joined, slabs: dict[int, Slab]) -> None:
         """Decode up to the last boundary before the prompt's end; save at each anchor on the way."""
@@ -525,9 +539,10 @@ class SharedLlama(llama_cpp.Llama):
         trail, author = self._cells.trail, self._author
         if trail is None or author is None or not request.is_completion:
             return
-        most = request.joined_tokens + min(REPLY_TOKENS, self._reply_bound(request))
-        if policy.reply_is_saved(most, self._gates):
-            plans = [author.reply_plan(most, trail)]
+        reply_tokens = self._reply_bound(request)
+        expected = request.joined_tokens + min(REPLY_TOKENS, reply_tokens)
+        if policy.reply_is_saved(expected, self._gates):
+            plans = [author.reply_plan(expected, request.joined_tokens + reply_tokens, trail)]
             [request.slab] = self._edge.reserve(plans, trail.base_key(), trail.forget).slabs
 
     def _finish(self, request: Request) -> Report:
