@@ -100,13 +100,19 @@ class Served(Process):
     """`shmcache serve` at a port of its own, ready."""
 
     def __init__(
-        self, namespace: str, *flags: str, workers: int = 1, patch: str = "", ready: bool = True
+        self,
+        namespace: str,
+        *flags: str,
+        workers: int = 1,
+        patch: str = "",
+        ready: bool = True,
+        key: str = KEY,
     ) -> None:
         """`patch` is Python that runs first, in the master."""
         code = f"import sys; {patch}\nfrom shmcache.tools.main import main\nsys.exit(main())"
         options = [f"--namespace={namespace}", f"--workers={workers}", "--port=0", *SMALL, *flags]
         super().__init__(["-c", code, "serve", *options])
-        self._n_workers = workers
+        self.key = key
         if ready:
             self.wait_answering(workers)
 
@@ -118,21 +124,28 @@ class Served(Process):
         self.url = rest.split("\n", 1)[0].removesuffix("/v1")
         return super()._is_up(workers) and self.metric("shmcache_serve_workers") == workers
 
-    def client(self, key: str = KEY, **options: Any) -> openai.OpenAI:
+    def client(self, key: str | None = None, **options: Any) -> openai.OpenAI:
         """The real client; what fails is not tried again unless asked for."""
         return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": 60, **options}
+            base_url=f"{self.url}/v1", api_key=key or self.key, **{"max_retries": 0, "timeout": 60, **options}
         )
 
-    def async_client(self, key: str = KEY, **options: Any) -> openai.AsyncOpenAI:
+    def async_client(self, key: str | None = None, **options: Any) -> openai.AsyncOpenAI:
         """The same with async."""
         return openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": 60, **options}
+            base_url=f"{self.url}/v1", api_key=key or self.key, **{"max_retries": 0, "timeout": 60, **options}
         )
 
-    def metrics(self, key: str = KEY) -> dict[str, float]:
+    def reload(self) -> None:
+        """SIGHUP, and wait for the new workers."""
+        before = {worker.pid for worker in self.workers()}
+        self.process.send_signal(signal.SIGHUP)
+        eventually(lambda: not before & {worker.pid for worker in self.workers()}, within_s=2 * WAIT_S)
+        self.wait_answering(len(before))
+
+    def metrics(self) -> dict[str, float]:
         """Every sample by its name and label values."""
-        answer = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {key}"})
+        answer = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {self.key}"})
         assert answer.status_code == 200, answer.text
         return {
             ".".join((sample.name, *sample.labels.values())): sample.value
