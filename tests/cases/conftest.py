@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from model.conftest import cache, tiny_models, worker
 
 from shmcache.identity import ContextParams
+
+__all__ = ["cache", "tiny_models", "worker"]  # the model layer's fixtures, for the cases that need a model
 
 
 @pytest.fixture
