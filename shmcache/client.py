@@ -215,7 +215,7 @@ class Slab:
     def _give_back(self) -> None:
         self._let_go_of_bytes()
         self._ended.set()
-        self._cache.connection.tell(lambda head: protocol.Cancel(**head, tokens=[self._token]), _ANSWER_NS)
+        self._cache.connection.give_back([self._token])
 
     def _let_go_of_bytes(self) -> None:
         unnamed, self._unnamed = self._unnamed, None
@@ -431,6 +431,7 @@ class Cache:
                 job = self._jobs.get(timeout=_IDLE_S)
             except queue.Empty:
                 self._let_go_of_what_left()
+                self.connection.send_again()
                 continue
             if job is None:
                 return

@@ -9,7 +9,8 @@ Readers: any number of threads; counts and mailboxes are serialised here.
 Invariants
     I1  view() takes one load to see that nothing has changed, and no system call then.
     I2  Whoever looks for a coordinator that is not there looks at most once a second.
-    I3  ask() ends: with the answer, at its deadline, or within 100 ms of the coordinator's death.
+    I3  ask() ends: with the answer, at its deadline, or within 100 ms of the coordinator's death, even
+        where the next one is there by then.
     I4  What is counted before a page exists is in the page once it does.
 Leans on
     The epoch is stored last (control I1): an index that opens under it is complete.
@@ -27,7 +28,9 @@ import random
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -41,7 +44,7 @@ from shmcache.decisions.table import TableReader
 from shmcache.errors import ForeignObject, NoCoordinator, ShmcacheError
 from shmcache.index import LAYOUT_HASH, IndexReader
 from shmcache.mq import RequestQueue
-from shmcache.page import COUNTER_INDEX, COUNTERS, MAILBOXES, Word, WorkerPage
+from shmcache.page import COUNTER_INDEX, COUNTERS, MAILBOXES, RING_WORDS, Word, WorkerPage
 from shmcache.protocol import NO_MAILBOX, AnyReply, AnyRequest, Stale, Tier
 from shmcache.shm import SHM_ROOT, Names
 
@@ -116,6 +119,7 @@ class Connection:
         self._faults_logged: set[tuple[str, type]] = set()
         self._request_ids = itertools.count(1)
         self._mailboxes: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._cancels: deque[tuple[list[int], int]] = deque()
         for mailbox in range(MAILBOXES):
             self._mailboxes.put(mailbox)
 
@@ -270,6 +274,7 @@ class Connection:
         """
         deadline_ns = time.monotonic_ns() + timeout_ns
         try:
+        self.send_again()
             mailbox = self._mailboxes.get_nowait()
         except queue.Empty:
             self.count("save_dropped_queue_full")
@@ -302,21 +307,44 @@ class Connection:
             self.count("save_dropped_no_coordinator")
             return None
         worker_page.prepare_wait(mailbox)
-        request = self._send(make, mailbox, deadline_ns)
-        if request is None:
+        sent = self._send(make, mailbox, deadline_ns)
+        if sent is None:
             return None
         while (now_ns := time.monotonic_ns()) < deadline_ns:
-            body = worker_page.wait(mailbox, request, min(deadline_ns, now_ns + _LOOK_AT_LOCK_NS))
+            until_ns = min(deadline_ns, now_ns + _LOOK_AT_LOCK_NS)
+            body = worker_page.wait(mailbox, sent["request"], until_ns)
             if body is not None:
                 return _decoded(body)
             if not control.coordinator_lives():
                 return None
         # If this was a Reserve, it may be granted yet: nobody would know of what it holds.
-        self.tell(lambda head: protocol.Cancel(**head, tokens=[], asked=request))
+            if (epoch := control.words[EPOCH_WORD]) != sent["epoch"]:
+                # Killed and started again between two looks: the new one knows nothing of us.
+                return Stale(epoch)
+        self.give_back([], sent["request"])
         return None
 
-    def _send(self, make: Callable[[Head], AnyRequest], mailbox: int, deadline_ns: int) -> int | None:
-        """Send under the current epoch; the request id, or None if nothing was sent.
+    def give_back(self, tokens: list[int], asked: int = 0) -> None:
+        """Cancel reservations, by token or by the request that asked for them (protocol.Cancel).
+
+        Sent at once, or where the queue is full by `send_again`: a cancel that is lost would hold its key
+        and its bytes for as long as this process lives.
+        """
+        with self._lock:
+            self._cancels.append((tokens, asked))
+            self.send_again()
+
+    def send_again(self) -> None:
+        """Send the cancels that the queue has not taken yet, oldest first."""
+        with self._lock:
+            while self._cancels:
+                tokens, asked = self._cancels[0]
+                if not self.tell(partial(_cancel, tokens, asked)):
+                    return
+                self._cancels.popleft()
+
+    def _send(self, make: Callable[[Head], AnyRequest], mailbox: int, deadline_ns: int) -> Head | None:
+        """Send under the current epoch; how the message began, or None if nothing was sent.
 
         Not to a coordinator that is down: nobody would answer, and its queue would be full of the past.
         """
@@ -332,7 +360,7 @@ class Connection:
         if not self._queue.send(protocol.encode(make(head)), deadline_ns):
             self.count("save_dropped_queue_full")
             return None
-        return request
+        return head
 
     # ---- leaving
 
@@ -362,6 +390,10 @@ class Connection:
 
 
 def _decoded(body: bytes) -> AnyReply | None:
+def _cancel(tokens: list[int], asked: int, head: Head) -> AnyRequest:
+    return protocol.Cancel(**head, tokens=tokens, asked=asked)
+
+
     try:
         return protocol.decode_reply(body)
     except msgspec.MsgspecError:
