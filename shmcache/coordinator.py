@@ -297,11 +297,11 @@ class Coordinator:
     def client_gone(self, client: int, now: Now) -> list[Reply]:
         """The worker's lock is free: what it named is adopted, what it held is given back."""
         self._now = now
+        for place in [place for place in self._parked if place[0] == client]:
+            del self._parked[place]
         for reservation in self._reservations.of_client(client):
             self._let_go(reservation, "its owner is gone")
         self._adopt_orphans()
-        for place in [place for place in self._parked if place[0] == client]:
-            del self._parked[place]
         return self._take_replies()
 
     def client_stuck(self, client: int, now: Now) -> list[Reply]:

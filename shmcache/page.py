@@ -374,3 +374,19 @@ class ClientPage(_PageView):
         shm.unlink_quietly(self._path)
         for mailbox in range(MAILBOXES):
             shm.unlink_quietly(self._fifo_directory / f"{self.client:016x}.{mailbox}")
+
+
+def remove_if_dead(names: Names, name: str) -> bool:
+    """Remove a page that another build made, once its lock is free; whether it is gone."""
+    try:
+        fd = shm.open_owned(names.pages / name, os.O_RDONLY)
+    except (FileNotFoundError, ForeignObject):
+        return True
+    try:
+        if shm.is_locked(fd):
+            return False
+    finally:
+        os.close(fd)
+    for fifo in names.fifos.glob(f"{name}.*"):
+        shm.unlink_quietly(fifo)
+    return shm.unlink_quietly(names.pages / name)

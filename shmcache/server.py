@@ -21,15 +21,19 @@ Leaves out: every decision (coordinator).
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import random
+import re
+import resource
 import select
 import shutil
 import signal
+import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from multiprocessing import resource_tracker
@@ -55,7 +59,7 @@ from shmcache.errors import (
     mib,
 )
 from shmcache.mq import ServerQueue
-from shmcache.page import ClientPage, Word
+from shmcache.page import ClientPage, Word, remove_if_dead
 from shmcache.protocol import AnyRequest, Cancel, DecisionRequest, Tier
 from shmcache.shm import SHM_ROOT, Names
 from shmcache.tiers import base
@@ -73,7 +77,9 @@ TICK_S = 0.25
 SWEEP_S = 30.0
 STORE_USE_S = 60.0
 STUCK_S = 60.0
+LET_GO_S = 2.0  # an idle worker lets go of an index within half a second
 _MESSAGES_A_TURN = 256
+_PAGE = re.compile(r"[0-9a-f]{16}")
 
 
 class _Client:
@@ -98,20 +104,22 @@ class Clients:
         self._names = names
         self._known: dict[int, _Client] = {}
         self._refused: set[str] = set()
+        self._unreadable: set[str] = set()
 
     def find(self, client: int) -> ClientPage | None:
         """The page of a worker that lives, opened at its first message or at the next look."""
-        if client not in self._known:
-            self._open(f"{client:016x}")
+        if client not in self._known and (name := f"{client:016x}") not in self._refused:
+            self._open(name)
         known = self._known.get(client)
         return known.page if known is not None else None
 
     def look(self) -> list[int]:
         """List the pages, open new ones, and return the clients that are gone."""
         with os.scandir(self._names.pages) as entries:
-            for name in [entry.name for entry in entries]:
+            for name in [entry.name for entry in entries if _PAGE.fullmatch(entry.name)]:
                 if name not in self._refused and int(name, 16) not in self._known:
                     self._open(name)
+        self._unreadable -= {name for name in self._unreadable if remove_if_dead(self._names, name)}
         return [client for client, known in self._known.items() if not known.page.lives()]
 
     def stuck(self) -> list[int]:
@@ -157,8 +165,10 @@ class Clients:
             page = ClientPage(self._names, int(name, 16))
         except (ForeignObject, LayoutMismatch) as error:
             self._refused.add(name)
+            if isinstance(error, LayoutMismatch):
+                self._unreadable.add(name)
             log.warning("page %s is not used: %s", name, error)
-        except (FileNotFoundError, ValueError):
+        except FileNotFoundError:
             return
         else:
             self._known[page.client] = _Client(page, time.monotonic())
@@ -171,20 +181,23 @@ class Server:
         """Everything up to the announcement. Raises ShmcacheError with nothing left behind."""
         self._settings = settings
         self._names = names = Names(settings.namespace)
-        with ExitStack() as stack:
+        with _full_in_words(settings), ExitStack() as stack:
             shm.make_directory(names.directory)
             self._control = stack.enter_context(closing(OwnedControlPage.acquire(names)))
             shm.make_directory(names.pages)
             shm.make_directory(names.fifos)
             self._queue = stack.enter_context(closing(ServerQueue(names)))
             self._clients = stack.enter_context(closing(Clients(names)))
+            for client in self._clients.look():
+                self._clients.forget(client)
             epoch = random.SystemRandom().randrange(1, 1 << 63)
             self._wake_fd = stack.enter_context(_event())
-            budgets = _budgets(settings, names)
+            budgets = _budgets(settings, names, sum(self._clients.unnamed_bytes().values()))
             tiers = [
                 TierState(self._lane(stack, tier, epoch), budget_bytes, staging_bytes)
                 for tier, (budget_bytes, staging_bytes) in budgets.items()
             ]
+            self._make_place(_fixed_bytes(settings))
             segment = stack.enter_context(
                 _segment(names.index_segment(epoch), index.segment_bytes(settings.max_rows))
             )
@@ -197,6 +210,7 @@ class Server:
             self._decisions = stack.enter_context(
                 DecisionService(settings, decisions, epoch, self._control, self._wake)
             )
+            stack.callback(self._control.close_epoch)
             self._start(epoch)
             self._stack = stack.pop_all()
 
@@ -219,9 +233,21 @@ class Server:
             announce_directory(names, directory)
         return lane
 
+    def _make_place(self, need_bytes: int) -> None:
+        """Where old and new segments do not fit side by side, the old ones go first.
+
+        Workers miss until the new ones are there; an index that they still map is not free yet.
+        """
+        if shm.free_bytes() >= need_bytes:
+            return
+        self._control.close_epoch()
+        self._clients.wake_all()
+        self._remove_older(0)
+        until_s = time.monotonic() + LET_GO_S
+        while shm.free_bytes() < need_bytes and time.monotonic() < until_s:
+            time.sleep(0.02)
+
     def _start(self, epoch: int) -> None:
-        for client in self._clients.look():
-            self._clients.forget(client)
         rows = self._coordinator.adopt(_now())
         while self._queue.receive() is not None:
             pass
@@ -250,30 +276,29 @@ class Server:
         """The line that says that it answers."""
         return self._ready
 
-    def serve(self) -> None:
-        """Run until SIGTERM or SIGINT."""
-        with _signals() as stop:
-            poll = select.poll()
-            poll.register(self._queue.fileno(), select.POLLIN)
-            poll.register(stop, select.POLLIN)
-            poll.register(self._wake_fd, select.POLLIN)
-            next_tick = next_sweep = next_store = time.monotonic()
-            while True:
-                ready = poll.poll(max(0, int((next_tick - time.monotonic()) * 1000)))
-                if any(fd == stop for fd, _event in ready):
-                    return
-                self._receive()
-                self._take_outcomes()
-                now_s = time.monotonic()
-                if now_s >= next_tick:
-                    self._tick()
-                    next_tick = now_s + TICK_S
-                if now_s >= next_sweep:
-                    self._deliver(self._coordinator.sweep(_now()))
-                    next_sweep = now_s + SWEEP_S
-                if now_s >= next_store:
-                    self._coordinator.store_use()
-                    next_store = now_s + STORE_USE_S
+    def serve(self, stop: int) -> None:
+        """Run until `stop` is readable."""
+        poll = select.poll()
+        poll.register(self._queue.fileno(), select.POLLIN)
+        poll.register(stop, select.POLLIN)
+        poll.register(self._wake_fd, select.POLLIN)
+        next_tick = next_sweep = next_store = time.monotonic()
+        while True:
+            ready = poll.poll(max(0, int((next_tick - time.monotonic()) * 1000)))
+            if any(fd == stop for fd, _event in ready):
+                return
+            self._receive()
+            self._take_outcomes()
+            now_s = time.monotonic()
+            if now_s >= next_tick:
+                self._tick()
+                next_tick = now_s + TICK_S
+            if now_s >= next_sweep:
+                self._deliver(self._coordinator.sweep(_now()))
+                next_sweep = now_s + SWEEP_S
+            if now_s >= next_store:
+                self._coordinator.store_use()
+                next_store = now_s + STORE_USE_S
 
     def _receive(self) -> None:
         for _ in range(_MESSAGES_A_TURN):
@@ -317,18 +342,22 @@ class Server:
                 page.send(reply.mailbox, reply.request, protocol.encode(reply.body))
 
     def _tick(self) -> None:
-        for client in self._clients.look():
+        gone = self._clients.look()
+        self._take_touches()
+        for client in gone:
             log.info("worker %016x is gone", client)
             self._deliver(self._coordinator.client_gone(client, _now()))
             self._deliver(self._decisions.client_gone(client))
             self._coordinator.fold(self._clients.forget(client))
         for client in self._clients.stuck():
             self._deliver(self._coordinator.client_stuck(client, _now()))
-        for touches in self._clients.drain_touches():
-            self._coordinator.touches(touches, _now())
         self._deliver(self._coordinator.tick(_now(), time.monotonic()))
         self._deliver(self._decisions.tick(self._clients.pages()))
         self._publish_statistics()
+
+    def _take_touches(self) -> None:
+        for touches in self._clients.drain_touches():
+            self._coordinator.touches(touches, _now())
 
     def _publish_statistics(self) -> None:
         for name, value in self._coordinator.statistics().items():
@@ -336,6 +365,7 @@ class Server:
 
     def close(self) -> None:
         """A clean stop: hit counts are stored, the epoch ends, the segment goes."""
+        self._take_touches()
         self._coordinator.store_use()
         self._control.close_epoch()
         self._clients.wake_all()
@@ -352,23 +382,53 @@ def _now() -> Now:
     return Now(int(time.time()))
 
 
-def _budgets(settings: CoordinatorConfig, names: Names) -> dict[Tier, tuple[int, int]]:
+def _fixed_bytes(settings: CoordinatorConfig) -> int:
+    """What index and decision table take of /dev/shm."""
+    return index.segment_bytes(settings.max_rows) + table_bytes(settings)
+
+
+def _full(settings: CoordinatorConfig) -> OutOfSpace:
+    return OutOfSpace(
+        "/dev/shm",
+        _fixed_bytes(settings) + MIB,
+        shm.free_bytes(),
+        f"start with a smaller --max-rows (now {settings.max_rows}) or --decisions-rows (now "
+        f"{settings.decisions_rows}), or give the container --shm-size 1g",
+    )
+
+
+@contextmanager
+def _full_in_words(settings: CoordinatorConfig) -> Iterator[None]:
+    """ENOSPC of anything that a start makes, with the numbers and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise _full(settings) from error
+
+
+def _held_bytes(paths: Iterable[Path]) -> int:
+    """What files really take; a stranger's link, hole or directory takes nothing of ours."""
+    held_bytes = 0
+    for path in paths:
+        with suppress(FileNotFoundError):
+            found = path.lstat()
+            held_bytes += found.st_blocks * 512 if stat.S_ISREG(found.st_mode) else 0
+    return held_bytes
+
+
+def _budgets(settings: CoordinatorConfig, names: Names, unnamed_bytes: int) -> dict[Tier, tuple[int, int]]:
     """Budget and staging bytes of each tier that is wanted, checked against what the machine has free.
 
-    What the namespace's own slabs hold already counts as free: they are the budget's.
+    What the namespace's own slabs hold already counts as free, those in the making (`unnamed_bytes`) and
+    those handed over included: they are the budget's.
     """
-    index_bytes = index.segment_bytes(settings.max_rows) + table_bytes(settings)
-    held_bytes = sum(entry.stat().st_size for entry in names.directory.glob("ram*/*.kvc"))
-    old_bytes = sum(segment.stat().st_size for segment in names.epoch_segments())
-    free_bytes = shm.free_bytes() + held_bytes + old_bytes - index_bytes
+    index_bytes = _fixed_bytes(settings)
+    own = (*names.directory.glob("ram*/*.kvc"), *names.directory.glob("*/in/*"), *names.epoch_segments())
+    free_bytes = shm.free_bytes() + _held_bytes(own) + unnamed_bytes - index_bytes
     if free_bytes < MIB:
-        raise OutOfSpace(
-            "/dev/shm",
-            index_bytes + MIB,
-            shm.free_bytes(),
-            f"start with a smaller --max-rows (now {settings.max_rows}) or --decisions-rows (now "
-            f"{settings.decisions_rows}), or give the container --shm-size 1g",
-        )
+        raise _full(settings)
     ram_file_bytes = settings.ram_file_bytes
     if ram_file_bytes is None:
         ram_file_bytes = max(MIB, (free_bytes - settings.ram_bytes) // 2)
@@ -395,7 +455,7 @@ def _budgets(settings: CoordinatorConfig, names: Names) -> dict[Tier, tuple[int,
 def _disk_budget(settings: CoordinatorConfig, directory: Path, names: Names) -> int:
     if not directory.is_dir():
         raise ConfigError(f"disk_dir ({directory}) is no directory: make it first, for this user alone")
-    held_bytes = sum(entry.stat().st_size for entry in directory.glob(f"{names.namespace}/*/*.kvc"))
+    held_bytes = _held_bytes(directory.glob(f"{names.namespace}/*/*.kvc"))
     free_bytes = shm.free_bytes(directory) + held_bytes
     if settings.disk_bytes is None:
         return free_bytes // 2
@@ -418,6 +478,7 @@ def _segment(name: str, size_bytes: int) -> Iterator[memoryview]:
     resource_tracker.unregister(f"/{segment.name}", "shared_memory")
     path = SHM_ROOT / segment.name
     try:
+        shm.set_mode(path, 0o600)
         fd = shm.open_owned(path, os.O_RDWR)
         try:
             shm.allocate(fd, size_bytes)
@@ -450,7 +511,8 @@ def _signals() -> Iterator[int]:
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def stop(_number: int, _frame: object) -> None:
-        os.write(writer, b"!")
+        with suppress(BlockingIOError):
+            os.write(writer, b"!")
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -524,9 +586,11 @@ def main(argv: list[str] | None = None) -> int:
         logging.basicConfig(
             level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )
-        with Server(settings) as server:
+        _raise_descriptor_limit()
+        # Signals first: one that comes during the start stops the coordinator right after it.
+        with _signals() as stop, Server(settings) as server:
             print(server.ready, flush=True)
-            server.serve()
+            server.serve(stop)
     except AlreadyRunning as error:
         return _fail(error, EXIT_ALREADY_RUNNING)
     except ConfigError as error:
@@ -534,6 +598,12 @@ def main(argv: list[str] | None = None) -> int:
     except ShmcacheError as error:
         return _fail(error, EXIT_FAILED)
     return 0
+
+
+def _raise_descriptor_limit() -> None:
+    """A worker costs a descriptor for its page and one for each mailbox that it uses, 17 at most."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _fail(error: Exception, code: int) -> int:

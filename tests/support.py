@@ -324,16 +324,24 @@ class Namespace:
         self._caches: list[Cache] = []
         self._children: list[Child] = []
 
-    def start(self, *flags: str, patch: Callable[[], None] | None = None, ready: bool = True) -> str:
+    def start(
+        self,
+        *flags: str,
+        patch: Callable[[], None] | None = None,
+        command: bool = False,
+        ready: bool = True,
+    ) -> str:
         """Start a coordinator and return its ready line.
 
-        With `patch` it is a fork of this process that calls it first, to die or fail at some step.
-        Without `ready` nothing is waited for.
+        A fork of this process, which is there in no time and may be patched to die or fail at some step,
+        or with `command` the program as people start it. Without `ready` nothing is waited for.
         """
         settings = [f"{name}={value}" for name, value in self._settings.items()]
         arguments = [f"--namespace={self.name}", *settings, *flags]
+        if isinstance(self.coordinator, Child):
+            self.coordinator.close()
         reader, writer = os.pipe()
-        if patch is None and self._uid is None:
+        if command:
             self.coordinator = subprocess.Popen(
                 [sys.executable, "-m", "shmcache.server", *arguments],
                 cwd=ROOT,

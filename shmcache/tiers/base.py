@@ -155,7 +155,10 @@ class Tier(ABC):
 
     def remove(self, key: bytes) -> bool:
         """Unlink a row's slab; False if it was gone. Whoever maps it keeps its bytes."""
-        return shm.unlink_quietly(file_name(key), dir_fd=self.directory_fd(key))
+        try:
+            return shm.unlink_quietly(file_name(key), dir_fd=self.directory_fd(key))
+        except IsADirectoryError:
+            return False  # A stranger's (I3).
 
     def write_use(self, key: bytes, hit_count: int, last_used_unix_s: int) -> None:
         """Store the two mutable fields; a slab that is gone is no error."""
