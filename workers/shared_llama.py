@@ -188,7 +188,7 @@ class SharedLlama(llama_cpp.Llama):
             while True:
                 with self._turn(request):
                     try:
-                        token = steps.send(answer)
+                        token = self.token_eos() if self._is_full(request) else steps.send(answer)
                     except StopIteration:
                         return
                     self._sampled(request)
@@ -293,6 +293,7 @@ class SharedLlama(llama_cpp.Llama):
                     choice = chunk["choices"][0]
                     request.show(choice["text"])
                     if choice["finish_reason"] is not None:
+                        choice["finish_reason"] = "length" if request.is_full else choice["finish_reason"]
                         _reported(chunk, self._finish(request))
                 yield chunk
         finally:
@@ -360,7 +361,7 @@ class SharedLlama(llama_cpp.Llama):
             text_bytes = trail.text_bytes(mark)
             if text_bytes > shared_bytes or not self._state.may_cut(mark):
                 continue
-            may_end_one_earlier = trail.may_end_at(mark - 1) and self._state.may_cut(mark - 1)
+            may_end_one_earlier = trail.may_end_at(mark - 1) and self._state.row_may_be_cut(mark)
             joined = seam.join(
                 prompt.text, trail.tokens[:mark], text_bytes, may_end_one_earlier=may_end_one_earlier
             )
@@ -378,12 +379,10 @@ class SharedLlama(llama_cpp.Llama):
             image = hit.image
             if live is not None and image.meta.text_bytes <= live.text_bytes:
                 return None
-            may_end_one_earlier = self._state.rewindable and image.pieces[-1].length == 1
+            row_tokens = image.token_ids.tolist()
+            may_end_one_earlier = image.pieces[-1].length == 1 and self._state.row_may_be_cut(len(row_tokens))
             joined = seam.join(
-                prompt.text,
-                image.token_ids.tolist(),
-                image.meta.text_bytes,
-                may_end_one_earlier=may_end_one_earlier,
+                prompt.text, row_tokens, image.meta.text_bytes, may_end_one_earlier=may_end_one_earlier
             )
             if joined is not None and self._serves(request, prompt, joined):
                 return hit, joined
@@ -394,15 +393,10 @@ class SharedLlama(llama_cpp.Llama):
         asked = prompt.text.tokens
         if self._logits_all and joined.tokens != asked:
             return False  # llama_cpp finds scores by the caller's token numbers
-        # llama_cpp bounded the reply by the caller's list, which may be the shorter one.
-        room = self._n_ctx - len(joined.tokens)
-        return len(joined.tokens) <= len(asked) or room >= self._reply_bound(request)
-
-    def _reply_bound(self, request: Request) -> int:
-        """The most tokens that the reply may get."""
-        room = self._n_ctx - request.prompt_tokens
-        asked = request.max_tokens
-        return room if asked is None or asked <= 0 else min(asked, room)
+        if len(joined.tokens) <= len(asked):
+            return True
+        # llama_cpp bounds the reply by the caller's shorter list: we must be able to end it (_is_full).
+        return request.is_completion and len(joined.tokens) < self._n_ctx and self.token_eos() >= 0
 
     def _go_on(self, live: LiveRow) -> bool:
         """Cut the live trail back to its row; False where that fails."""
@@ -529,6 +523,15 @@ class SharedLlama(llama_cpp.Llama):
             request.asked_for_slab = True
             self._reserve_reply(request)
 
+    def _is_full(self, request: Request) -> bool:
+        """Whether the reply must end because a row spelled the prompt with more tokens than its caller.
+
+        llama_cpp would end it in time by the caller's count; it ends it at once when it is given an EOS.
+        """
+        longer = request.is_completion and request.joined_tokens > request.prompt_tokens
+        request.is_full = longer and self.n_tokens >= self._n_ctx
+        return request.is_full
+
     def _count(self, request: Request) -> None:
         self._edge.count(_HIT_COUNTERS.get(request.hit_kind, "untracked"))
         self._edge.count("reused_tokens", request.reused_tokens)
@@ -544,6 +547,12 @@ class SharedLlama(llama_cpp.Llama):
         if policy.reply_is_saved(expected, self._gates):
             plans = [author.reply_plan(expected, request.joined_tokens + reply_tokens, trail)]
             [request.slab] = self._edge.reserve(plans, trail.base_key(), trail.forget).slabs
+
+    def _reply_bound(self, request: Request) -> int:
+        """The most tokens that the reply may get."""
+        room = self._n_ctx - request.prompt_tokens
+        asked = request.max_tokens
+        return room if asked is None or asked <= 0 else min(asked, room)
 
     def _finish(self, request: Request) -> Report:
         """Cut the cells back to what the client saw, save them, and say what the cache did."""

@@ -14,7 +14,9 @@ Leans on (measured, llama-cpp-python 0.3.36)
     the memory is cleared before and after.
     A restore carries no logits: sampling right behind it aborts the process.
     On sliding-window models seq_rm says True and decodes wrongly unless
-    0 <= pos_min <= max(0, keep - n_swa + 1), with pos_min as it is before the cut.
+    0 <= pos_min <= max(0, keep - n_swa + 1), with pos_min as it is before the cut. `may_cut` asks for one
+    position more: a state is copied with the n_swa positions before its end, and where one of them is
+    missing the copy has its cells in another place than the copy of a run that ended there.
     On such models a run that goes on and one that was restored differ (by up to 3 in a logit) once the
     window has wrapped, because cells lie in another order; hence `settle`.
     Recurrent and hybrid models keep one state for all positions: they cannot be cut at all.
@@ -169,7 +171,11 @@ class ContextState:
         """Whether the cells from position `keep` on can be dropped with what is left still right."""
         if keep > self.pos_max():
             return True
-        return self.rewindable and 0 <= self.pos_min() <= max(0, keep - self.n_swa + 1)
+        return self.rewindable and 0 <= self.pos_min() <= max(0, keep - self.n_swa)
+
+    def row_may_be_cut(self, token_count: int) -> bool:
+        """Whether the last token of a row of so many can be dropped after it was restored."""
+        return self.rewindable and (self.n_swa == 0 or token_count <= self.n_swa)
 
     def cut(self, keep: int) -> bool:
         """Drop the cells from position `keep` on; False, and nothing done, where that may not be."""

@@ -34,9 +34,11 @@ def test_case_a04_a_longer_row_never_answers_for_a_shorter_prompt(
         assert answer.tokens[: answer.report.prompt_tokens] == llama.tokenize(SHORT.encode())
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_case_a04_of_a_row_that_is_the_whole_prompt_the_last_token_is_decoded_again(
-    kind: str, tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("llama", "exact"), ("gemma3", "partial"), ("mamba", "partial")]
+)
+def test_case_a04_a_row_that_is_the_whole_prompt_never_lends_its_logits(
+    kind: str, expected: str, tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama
 ) -> None:
     stock = llama_cpp.Llama(str(tiny_models[kind]), **OPTIONS)
     first, second = (worker(tiny_models[kind], cache, gates=EVERYTHING) for _ in range(2))
@@ -44,7 +46,9 @@ def test_case_a04_of_a_row_that_is_the_whole_prompt_the_last_token_is_decoded_ag
     assert cache.flush(30_000)
     whole = LONG + said.text[:-1]  # the reply's last token was sampled and never decoded: this is a row
     for llama in (second, first):
+        # Its last token is decoded again; where the model cannot be cut, the next shorter row is used.
         answer = ask(llama, whole)
-        assert answer.report.cache_hit_kind == "exact"
-        assert answer.report.prefilled_tokens == 1
+        assert answer.report.cache_hit_kind == (expected if llama is second else "exact")
+        assert answer.report.prefilled_tokens >= 1
         assert largest_difference(answer.logits, cold_logits(stock, answer.tokens, answer.pieces)) == 0
+        assert cache.flush(30_000)

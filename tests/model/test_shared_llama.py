@@ -325,16 +325,24 @@ def test_a_reply_longer_than_its_slab_was_made_for_is_saved(
     assert_equals_cold(following, stock)
 
 
-def test_a_longer_row_is_not_used_where_it_would_take_the_reply_its_room(
-    tiny_llama: Path, cache: Cache, worker: MakeLlama
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_behind_a_longer_row_ends_where_the_context_does(
+    stream: bool, tiny_llama: Path, cache: Cache, worker: MakeLlama
 ) -> None:
     llama = worker(tiny_llama, cache, n_ctx=640)
     llama.create_completion(LONG, **saying(llama, *letters("the the the.")))
     prompt = LONG + "the the the." + OTHER
-    room = llama.n_ctx() - len(llama.tokenize(prompt.encode()))
-    answer = ask(llama, prompt, max_tokens=room)
-    assert answer.report.cache_hit_kind == "partial"  # from an anchor before the reply
-    assert answer.report.reused_tokens + answer.report.prefilled_tokens == answer.report.prompt_tokens
+    letters_only = llama_cpp.LlamaGrammar.from_string("root ::= [a-z]*", verbose=False)
+    options: dict[str, Any] = {"max_tokens": None, "temperature": 0.0, "grammar": letters_only}
+    answer = llama.create_completion(prompt, stream=stream, **options)
+    *first, last = answer if stream else [answer]
+    text = "".join(chunk["choices"][0]["text"] for chunk in [*first, last])
+    assert last["choices"][0]["finish_reason"] == "length"
+    report = last["shmcache"]
+    joined = report["reused_tokens"] + report["prefilled_tokens"]
+    assert joined > report["prompt_tokens"]
+    assert llama.n_tokens == 640
+    assert len(text) >= 640 - joined
 
 
 def test_a_model_that_cannot_be_cut_saves_only_replies_that_were_seen_whole(
