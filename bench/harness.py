@@ -83,6 +83,20 @@ def timed(work: Callable[[], object], count: int, per_s: float = 1e6) -> float:
     return (time.perf_counter() - start) / count * per_s
 
 
+def typical(work: Callable[[int], object], runs: int, operations: int = 1) -> float:
+    """Return the time of one operation in us: the median over `runs` calls of work(0), work(1), …
+
+    Each call does `operations` of them and should take well under a time slice, so that a process that
+    has to wait for its core in some calls is not slower in most.
+    """
+    took = []
+    for run_number in range(runs):
+        start = time.perf_counter()
+        work(run_number)
+        took.append(time.perf_counter() - start)
+    return statistics.median(took) / operations * 1e6
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the value below which `share` of the values lie."""
     ordered = sorted(values)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import lmdb
 
-from bench.harness import Options, Row, compared, percentile, timed
+from bench.harness import Options, Row, compared, percentile, typical
 from shmcache import index
 from shmcache.shm import SHM_ROOT, Mapping
 
@@ -34,6 +34,7 @@ HELD = 100_000
 SMALL, LARGE = 1_000, 1_000_000
 CHURN_PER_S = 2_000
 CHURN_TICK_S = 0.005
+CHUNK = 500  # lookups that are timed together: about 1 ms
 
 
 def rows(options: Options) -> Iterable[Row]:
@@ -66,6 +67,10 @@ class Pair:
     def some_keys(self, count: int) -> list[bytes]:
         """Random keys in random order, the same for both sides."""
         return random.choices(self.keys, k=count)
+
+    def chunks(self, count: int) -> list[list[bytes]]:
+        """So many lists of CHUNK such keys."""
+        return [self.some_keys(CHUNK) for _ in range(count)]
 
     def __enter__(self) -> Pair:
         return self
@@ -111,39 +116,39 @@ def _nobody(slots: object) -> int:
 
 
 def _get(pair: Pair, options: Options) -> Row:
-    keys = pair.some_keys(20_000 if options.quick else 100_000)
+    chunks = pair.chunks(40 if options.quick else 200)
     return compared(
         "reader_get_vs_lmdb",
         "us",
         "py-lmdb get",
-        (lambda: _ours_us(pair, keys), lambda: _lmdb_us(pair, keys)),
+        (lambda: _ours_us(pair, chunks), lambda: _lmdb_us(pair, chunks)),
         options.repeats,
     )
 
 
-def _ours_us(pair: Pair, keys: list[bytes]) -> float:
+def _ours_us(pair: Pair, chunks: list[list[bytes]]) -> float:
     get = pair.reader.get
 
-    def work() -> None:
-        for key in keys:
+    def work(number: int) -> None:
+        for key in chunks[number]:
             get(key)
 
-    return timed(work, len(keys))
+    return typical(work, len(chunks), CHUNK)
 
 
-def _lmdb_us(pair: Pair, keys: list[bytes]) -> float:
+def _lmdb_us(pair: Pair, chunks: list[list[bytes]]) -> float:
     begin = pair.env.begin
 
-    def work() -> None:
-        for key in keys:
+    def work(number: int) -> None:
+        for key in chunks[number]:
             with begin() as transaction:
                 transaction.get(key)
 
-    return timed(work, len(keys))
+    return typical(work, len(chunks), CHUNK)
 
 
 def _growth(small: Pair, large: Pair, options: Options) -> Row:
-    few, many = (pair.some_keys(10_000 if options.quick else 50_000) for pair in (small, large))
+    few, many = (pair.chunks(20 if options.quick else 100) for pair in (small, large))
     return compared(
         "hit_growth_vs_lmdb_growth",
         "x",

@@ -21,11 +21,12 @@ from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import llama_cpp
 from llama_cpp.llama_cache import LlamaRAMCache
 
-from bench.harness import Options, Row, compared, timed
+from bench.harness import Options, Row, compared, typical
 from bench.index import make_index, working_directory
 from shmcache import index
 from shmcache.key import BLOCK_BYTES, SEED_BYTES, PrefixWalk
@@ -52,7 +53,7 @@ def rows(options: Options) -> Iterable[Row]:
             "walk_120kB_1e3_rows_vs_sha256",
             "us",
             "hashlib.sha256",
-            (lambda: few.longest_us(count), lambda: timed(lambda: _hash(prompt, count), count)),
+            (lambda: few.longest_us(count), lambda: typical(lambda _: _hash(prompt), count)),
             options.repeats,
         )
         yield compared(
@@ -66,11 +67,10 @@ def rows(options: Options) -> Iterable[Row]:
         yield _against_ram_cache(directory, options)
 
 
-def _hash(prompt: bytes, count: int) -> None:
-    for _ in range(count):
-        state = sha256(SEED)
-        state.update(prompt)
-        state.digest()
+def _hash(prompt: bytes) -> None:
+    state = sha256(SEED)
+    state.update(prompt)
+    state.digest()
 
 
 class Searched:
@@ -94,12 +94,7 @@ class Searched:
 
     def longest_us(self, count: int) -> float:
         """Time of one such lookup, in us."""
-
-        def work() -> None:
-            for _ in range(count):
-                self.longest()
-
-        return timed(work, count)
+        return typical(lambda _: self.longest(), count)
 
 
 def _coldest(slots: object) -> int:
@@ -127,7 +122,7 @@ def _against_tokenise(directory: Path, options: Options) -> Row:
     walk = PrefixWalk(SEED, prompt)
     searched = Searched(directory / "index.text", prompt, [(walk, len(prompt) - 1000), (walk, 5000)], FEW)
 
-    def render_and_look_up() -> None:
+    def render_and_look_up(_: int) -> None:
         searched.prompt = renderer.render(tokens).text
         if searched.longest() is None:
             raise AssertionError("the row is there and was not found")
@@ -137,8 +132,8 @@ def _against_tokenise(directory: Path, options: Options) -> Row:
         "us",
         "Llama.tokenize",
         (
-            lambda: timed(render_and_look_up, 1),
-            lambda: timed(lambda: llama.tokenize(text, add_bos=False, special=True), 1),
+            lambda: typical(render_and_look_up, 5),
+            lambda: typical(lambda _: llama.tokenize(text, add_bos=False, special=True), 1),
         ),
         options.repeats,
     )
@@ -153,7 +148,7 @@ def _against_ram_cache(directory: Path, options: Options) -> Row:
     ]
     theirs = LlamaRAMCache()
     for entry in entries:
-        theirs[entry] = SimpleNamespace(llama_state_size=1)
+        theirs[entry] = cast(llama_cpp.LlamaState, SimpleNamespace(llama_state_size=1))
     texts = [b"".join(pieces[token] for token in entry) for entry in entries]
     ours = Searched(
         directory / "index.entries",
@@ -165,6 +160,6 @@ def _against_ram_cache(directory: Path, options: Options) -> Row:
         "walk_vs_llama_ram_cache",
         "us",
         "LlamaRAMCache[tokens]",
-        (lambda: ours.longest_us(20), lambda: timed(lambda: theirs[tokens], 1)),
+        (lambda: ours.longest_us(20), lambda: typical(lambda _: theirs[tokens], 3)),
         options.repeats,
     )
