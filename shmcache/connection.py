@@ -40,11 +40,11 @@ from shmcache import page, protocol, shm
 from shmcache.control import EPOCH_WORD, ControlPage
 from shmcache.control import Word as ControlWord
 from shmcache.decisions.table import LAYOUT_HASH as DECISIONS_LAYOUT_HASH
-from shmcache.decisions.table import TableReader
+from shmcache.decisions.table import Ring, TableReader
 from shmcache.errors import ForeignObject, NoCoordinator, ShmcacheError
 from shmcache.index import LAYOUT_HASH, IndexReader
 from shmcache.mq import RequestQueue
-from shmcache.page import COUNTER_INDEX, COUNTERS, MAILBOXES, RING_WORDS, Word, WorkerPage
+from shmcache.page import COUNTER_INDEX, COUNTERS, MAILBOXES, Word, WorkerPage
 from shmcache.protocol import NO_MAILBOX, AnyReply, AnyRequest, Stale, Tier
 from shmcache.shm import SHM_ROOT, Names
 
@@ -86,11 +86,12 @@ class _View:
             reader = self._local.reader = IndexReader(self._mapping.bytes)
         return reader
 
-    def decisions(self) -> TableReader:
-        """This thread's reader of the decision table. Raises LayoutMismatch."""
+    def decisions(self, page: WorkerPage | None) -> TableReader:
+        """This thread's reader of the decision table; hits are noted in the page. Raises LayoutMismatch."""
         reader: TableReader | None = getattr(self._local, "decisions", None)
         if reader is None:
-            reader = self._local.decisions = TableReader(self._decisions.bytes)
+            ring = Ring(*page.decision_ring()) if page is not None else None
+            reader = self._local.decisions = TableReader(self._decisions.bytes, ring)
         return reader
 
     def close(self) -> None:
@@ -118,8 +119,8 @@ class Connection:
         self._unnamed_bytes = 0
         self._faults_logged: set[tuple[str, type]] = set()
         self._request_ids = itertools.count(1)
-        self._mailboxes: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._cancels: deque[tuple[list[int], int]] = deque()
+        self._mailboxes: queue.SimpleQueue[int] = queue.SimpleQueue()
         for mailbox in range(MAILBOXES):
             self._mailboxes.put(mailbox)
 
@@ -139,7 +140,7 @@ class Connection:
             if self._attach() is None:
                 return None
             view = self._view
-        return view.decisions() if view is not None else None
+        return view.decisions(self._page) if view is not None else None
 
     @property
     def clear(self) -> int:
@@ -273,8 +274,8 @@ class Connection:
         An answer `stale` means a new coordinator: the request is sent to it again, once.
         """
         deadline_ns = time.monotonic_ns() + timeout_ns
-        try:
         self.send_again()
+        try:
             mailbox = self._mailboxes.get_nowait()
         except queue.Empty:
             self.count("save_dropped_queue_full")
@@ -317,10 +318,10 @@ class Connection:
                 return _decoded(body)
             if not control.coordinator_lives():
                 return None
-        # If this was a Reserve, it may be granted yet: nobody would know of what it holds.
             if (epoch := control.words[EPOCH_WORD]) != sent["epoch"]:
                 # Killed and started again between two looks: the new one knows nothing of us.
                 return Stale(epoch)
+        # If this was a Reserve, it may be granted yet: nobody would know of what it holds.
         self.give_back([], sent["request"])
         return None
 
@@ -389,11 +390,11 @@ class Connection:
                 opened.close()
 
 
-def _decoded(body: bytes) -> AnyReply | None:
 def _cancel(tokens: list[int], asked: int, head: Head) -> AnyRequest:
     return protocol.Cancel(**head, tokens=tokens, asked=asked)
 
 
+def _decoded(body: bytes) -> AnyReply | None:
     try:
         return protocol.decode_reply(body)
     except msgspec.MsgspecError:

@@ -119,9 +119,6 @@ class Word(IntEnum):
     DECISION_TOUCHES = 9
 
 
-_DECISION_TOUCHES = int(Word.DECISION_TOUCHES)
-
-
 class _PageView:
     def __init__(self, mapping: Mapping, client: int) -> None:
         self.client = client
@@ -188,13 +185,13 @@ class WorkerPage(_PageView):
         self.words[_RING_WORD + head % RING_WORDS] = touch
         self.words[Word.TOUCHES] = head + 1
 
-    def touch_decision(self, touch: int) -> None:
-        """Note the use of a decision, in the second ring. Two threads at once may lose a touch: it costs
-        an entry its place in the order of use, and a lock would cost every hit."""
+    def decision_ring(self) -> tuple[memoryview, memoryview]:
+        """The second ring's head and its words, for whoever reads decisions."""
         words = self.words
-        head = words[_DECISION_TOUCHES]
-        words[_DECISION_RING_WORD + head % RING_WORDS] = touch
-        words[_DECISION_TOUCHES] = head + 1
+        return (
+            words[Word.DECISION_TOUCHES : Word.DECISION_TOUCHES + 1],
+            words[_DECISION_RING_WORD : _DECISION_RING_WORD + RING_WORDS],
+        )
 
     def write_outbox(self, content: bytes) -> None:
         """Lay down what a message will point to. Raises OSError where /dev/shm is full.

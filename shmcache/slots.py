@@ -190,13 +190,18 @@ class SlotWriter(SlotReader):
 
     def free_slot(self, key: bytes) -> int:
         """A free slot for a key in its better bucket; -1 where both are full."""
-        first, second = (choice % self._buckets * SLOTS for choice in _places(key)[1:])
+        _, first, second = _places(key)
+        first = first % self._buckets * SLOTS
         first_words = self._words[first : first + SLOTS].tolist()
+        first_free = first_words.count(0)
+        if first_free > SLOTS - PREFER_FIRST_BELOW:
+            return first + first_words.index(0)
+        second = second % self._buckets * SLOTS
         second_words = self._words[second : second + SLOTS].tolist()
-        first_free, second_free = first_words.count(0), second_words.count(0)
+        second_free = second_words.count(0)
         if not first_free and not second_free:
             return -1
-        if first_free > SLOTS - PREFER_FIRST_BELOW or first_free >= second_free:
+        if first_free >= second_free:
             return first + first_words.index(0)
         return second + second_words.index(0)
 

@@ -23,6 +23,7 @@ Leaves out: how messages come and go, who lives (server, service); what a value 
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -32,7 +33,7 @@ from shmcache import protocol
 from shmcache.claims import Claim, Claims, Event, State
 from shmcache.coordinator import Reply
 from shmcache.decisions.db import Batch, Durability, Record
-from shmcache.decisions.table import Life, TableWriter, ended, has_units
+from shmcache.decisions.table import KEY_BYTES, Decision, TableWriter, ended, has_units
 from shmcache.lru import UseOrder
 from shmcache.protocol import (
     NO_MAILBOX,
@@ -62,6 +63,13 @@ CLOCK_SLACK_MS = 60_000
 
 DURABILITY_NUMBER: dict[Durability, int] = {"memory": 0, "commit": 1, "full": 2}
 _SLOTS_A_TICK = 512
+_VERDICT_STATS: dict[AddVerdict, str] = {
+    "stored": "stored",
+    "held": "held",
+    "failed": "failed",
+    "ended": "refused_ended",
+    "too_large": "refused_too_large",
+}
 _LIST = 0
 
 
@@ -84,8 +92,9 @@ class _Adding(msgspec.Struct):
 class _Pending(msgspec.Struct):
     """A key that is being committed; those who added it, the first one first."""
 
-    item: Item
-    life: Life
+    decision: Decision
+    ends_ns: int
+    sequence: int
     waiters: list[tuple[_Adding, int]]
     is_deleted: bool = False
 
@@ -123,7 +132,9 @@ class Arbiter:
         self._numbers = 0
         self._sequence = 0
         self._records: list[Record] = []
-        self._gone: list[bytes] = []
+        self._gone: list[int] = []
+        # By slot, the record that keeps its decision.
+        self._sequences = array("Q", [0]) * table.slots
         self._waiters: dict[bytes, list[Reply]] = {}
         # Mailboxes whose request has no answer yet; one that asks anew is not written to for the old one.
         self._parked: dict[tuple[int, int], int] = {}
@@ -232,11 +243,11 @@ class Arbiter:
             return "held"
         if not self._table.could_fit(item.value):
             return "too_large"
-        life = self._life(item.ttl_ms, now)
-        self._record(item, life, now)
+        decision, ends_ns = self._decided(key, item.value, item.ttl_ms, now)
+        sequence = self._record(key, item.value, item.ttl_ms, now)
         if not self._waits_for_commit:
-            return "stored" if self._publish(item, life, now) else "too_large"
-        self._pending[key] = _Pending(item, life, [(adding, position)])
+            return "stored" if self._publish(decision, ends_ns, sequence, now) else "too_large"
+        self._pending[key] = _Pending(decision, ends_ns, sequence, [(adding, position)])
         return None
 
     def _renew(self, request: Renew, now: Now) -> Deleted:
@@ -245,14 +256,12 @@ class Arbiter:
             return Deleted(0)
         if request.ttl_ms == 0:
             self._remove(entry)
-            self._forget(request.key)
             return Deleted(1)
         decision = self._table.decision(entry)
         assert decision is not None
-        item = Item(request.key, decision.value, request.ttl_ms)
-        life = self._life(request.ttl_ms, now)
-        if self._publish(item, life, now):
-            self._record(item, life, now)
+        sequence = self._record(request.key, decision.value, request.ttl_ms, now)
+        renewed, ends_ns = self._decided(request.key, decision.value, request.ttl_ms, now)
+        self._publish(renewed, ends_ns, sequence, now)
         return Deleted(0)
 
     def _delete(self, request: Delete) -> None:
@@ -266,16 +275,14 @@ class Arbiter:
             if (entry := self._table.entry(key)) is not None:
                 self._remove(entry)
                 count += 1
-            self._forget(key)
         self._table.add_stat("deleted", count)
         self._answer_when_committed(request, Deleted(count))
 
     def _forget_all(self, request: Clear) -> None:
         self._clear += 1
         self._set_clear(self._clear)
-        for key, pending in self._pending.items():
+        for pending in self._pending.values():
             pending.is_deleted = True
-            self._forget(key)
         for claim in self._claims.all():
             for key in claim.held:
                 self._advance(claim, key, Event.DELETED)
@@ -285,6 +292,7 @@ class Arbiter:
             count += 1
         self._table.add_stat("deleted", count)
         self._records.clear()
+        self._gone.clear()
         self._commit_batch(forget_all=True, answer=self._park(request, Deleted(count)))
 
     # ---- the shell's events
@@ -293,11 +301,13 @@ class Arbiter:
         """At start: everything that lives still, in the order in which it came; returns how many."""
         for record in records:
             self._sequence = max(self._sequence, record.sequence)
-            life = _rest(record, now)
-            if life is None or len(record.key) != 16:
-                self._gone.append(record.key)
-            else:
-                self._publish(Item(record.key, record.value, None), life, now)
+            ends_ns = _ends_ns(record, now)
+            if ends_ns is None or len(record.key) != KEY_BYTES:
+                self._gone.append(record.sequence)
+                continue
+            expires = record.expires_ms / 1000 if record.expires_ms is not None else None
+            decision = Decision(record.key, record.value, expires, _shown(record.written_ms))
+            self._publish(decision, ends_ns, record.sequence, now)
         self._table.set_stat("loaded", len(self._table))
         self._commit()
         return len(self._table)
@@ -357,36 +367,40 @@ class Arbiter:
     # ---- deciding
 
     def _conclude(self, key: bytes, pending: _Pending, why: str, now: Now) -> None:
-        if pending.is_deleted:
-            verdict: AddVerdict = "ended"
-        elif why:
-            verdict = "failed"
-        elif self._publish(pending.item, pending.life, now):
+        if why:
+            verdict: AddVerdict = "failed"
+        elif pending.is_deleted:
+            verdict = "ended"
+            self._gone.append(pending.sequence)
+        elif self._publish(pending.decision, pending.ends_ns, pending.sequence, now):
             verdict = "stored"
         else:
             verdict = "too_large"
-            self._gone.append(key)
         for number, (adding, position) in enumerate(pending.waiters):
             self._settle(adding, position, "held" if number and verdict == "stored" else verdict)
         self._wake(key)
 
-    def _publish(self, item: Item, life: Life, now: Now) -> bool:
-        """Into the table, for which others may leave; False where there is no room at all."""
-        table, key = self._table, item.key
+    def _publish(self, decision: Decision, ends_ns: int, sequence: int, now: Now) -> bool:
+        """Into the table, for which others may leave; where there is no room at all, its record goes."""
+        table, key = self._table, decision.key
         replaced = table.entry(key)
         while replaced is None and len(table) >= table.max_rows:
             self._evict(next(self._order.coldest(_LIST)))
-        while choices := table.choices(key):
+        while (slot := table.free_slot(key)) < 0:
             kept = replaced[1] if replaced is not None else -1
-            self._evict(min((s for s in choices if s != kept), key=lambda s: self._order.used_unix_s[s]))
-        while not table.fits(item.value):
-            slot = self._coldest_with_units(key)
-            if slot is None:
+            others = [other for other in table.choices(key) if other != kept]
+            self._evict(min(others, key=self._order.used_unix_s.__getitem__))
+        while not table.fits(decision.value):
+            victim = self._coldest_with_units(key)
+            if victim is None:
+                self._gone.append(sequence)
                 return False
-            self._evict(slot)
-        slot = table.put(key, item.value, life)
+            self._evict(victim)
+        table.put(slot, decision, ends_ns, replaced)
         if replaced is not None:
             self._order.remove(replaced[1])
+            self._gone.append(self._sequences[replaced[1]])
+        self._sequences[slot] = sequence
         self._order.add(slot, _LIST, _shown(now.unix_ms))
         if (claim := self._claims.by_key(key)) is not None:
             self._advance(claim, key, Event.DECIDED)
@@ -403,19 +417,18 @@ class Arbiter:
         entry = self._table.at(slot)
         assert entry is not None, f"slot {slot} is in the order of use and not in the table"
         self._remove(entry)
-        self._forget(entry[0][8:24])
         self._table.add_stat("evicted")
 
     def _expire(self, entry: Entry, now: Now) -> bool:
         if not ended(entry, now.boot_ns):
             return False
         self._remove(entry)
-        self._forget(entry[0][8:24])
         self._table.add_stat("expired")
         return True
 
     def _remove(self, entry: Entry) -> None:
         self._order.remove(entry[1])
+        self._gone.append(self._sequences[entry[1]])
         self._table.remove(entry)
 
     def _living(self, key: bytes, now: Now) -> Entry | None:
@@ -425,11 +438,13 @@ class Arbiter:
     def _entries(self) -> Iterator[Entry]:
         return iter(list(self._table.entries()))
 
-    def _life(self, ttl_ms: int | None, now: Now) -> Life:
+    def _decided(self, key: bytes, value: bytes, ttl_ms: int | None, now: Now) -> tuple[Decision, int]:
+        """A decision that begins to live now, and the boot-time instant at which it ends; 0: never."""
         written_s = _shown(now.unix_ms)
         if ttl_ms is None:
-            return Life(written_s)
-        return Life(written_s, (now.unix_ms + ttl_ms) / 1000, now.boot_ns + ttl_ms * 1_000_000)
+            return Decision(key, value, None, written_s), 0
+        expires = (now.unix_ms + ttl_ms) / 1000
+        return Decision(key, value, expires, written_s), now.boot_ns + ttl_ms * 1_000_000
 
     # ---- claims and waiters
 
@@ -455,15 +470,12 @@ class Arbiter:
 
     # ---- commits
 
-    def _record(self, item: Item, life: Life, now: Now) -> None:
+    def _record(self, key: bytes, value: bytes, ttl_ms: int | None, now: Now) -> int:
+        """Into the database with the next commit; returns the record's sequence."""
         self._sequence += 1
-        expires_ms = None if item.ttl_ms is None else now.unix_ms + item.ttl_ms
-        self._records.append(Record(item.key, item.value, now.unix_ms, expires_ms, self._sequence))
-
-    def _forget(self, key: bytes) -> None:
-        """Out of the database with the next commit, which deletes before it writes."""
-        self._records = [record for record in self._records if record.key != key]
-        self._gone.append(key)
+        expires_ms = None if ttl_ms is None else now.unix_ms + ttl_ms
+        self._records.append(Record(self._sequence, key, value, now.unix_ms, expires_ms))
+        return self._sequence
 
     def _commit(self) -> None:
         if self._records or self._gone:
@@ -475,22 +487,25 @@ class Arbiter:
     def _commit_batch(self, *, forget_all: bool = False, answer: Reply | None = None) -> None:
         """Everything that has changed since the last one."""
         answers = [answer] if answer is not None else []
-        records, gone, self._records, self._gone = self._records, self._gone, [], []
+        gone, records = set(self._gone), self._records
+        if gone:
+            # Deletions come before records: what came and went since the last commit is neither.
+            records = [record for record in records if record.sequence not in gone]
+        self._records, self._gone = [], []
         if self._submit is None:
             self._reply_if_parked(answer)
             return
         self._numbers += 1
         pending = [record.key for record in records if record.key in self._pending]
         self._committing[self._numbers] = (pending, answers)
-        self._submit(Batch(self._numbers, records, gone, forget_all))
+        self._submit(Batch(self._numbers, records, sorted(gone), forget_all))
 
     # ---- replies
 
     def _settle(self, adding: _Adding, position: int, verdict: AddVerdict) -> None:
         adding.verdicts[position] = verdict
         adding.left -= 1
-        name = {"stored": "stored", "held": "held", "failed": "failed"}.get(verdict, f"refused_{verdict}")
-        self._table.add_stat(name)
+        self._table.add_stat(_VERDICT_STATS[verdict])
         if not adding.left and adding.reply is not None:
             said = [verdict for verdict in adding.verdicts if verdict is not None]
             self._reply_if_parked(msgspec.structs.replace(adding.reply, body=Added(said)))
@@ -516,20 +531,17 @@ class Arbiter:
         return replies
 
 
-def _rest(record: Record, now: Now) -> Life | None:
-    """What is left of a stored life, by a clock that may have been set since; None: nothing.
+def _ends_ns(record: Record, now: Now) -> int | None:
+    """When a stored life ends, by a clock that may have been set since; 0: never, None: it has ended.
 
-    Never more than its ttl, and nothing of a record that was written in the future.
+    Nothing lives longer than its ttl, and nothing that was written in the future lives.
     """
     if record.written_ms > now.unix_ms + CLOCK_SLACK_MS:
         return None
-    written_s = _shown(record.written_ms)
     if record.expires_ms is None:
-        return Life(written_s)
+        return 0
     rest_ms = min(record.expires_ms - now.unix_ms, record.expires_ms - record.written_ms)
-    if rest_ms <= 0:
-        return None
-    return Life(written_s, record.expires_ms / 1000, now.boot_ns + rest_ms * 1_000_000)
+    return now.boot_ns + rest_ms * 1_000_000 if rest_ms > 0 else None
 
 
 def _shown(unix_ms: int) -> int:

@@ -230,7 +230,8 @@ class DecisionCache:
             key = self._keys.key(head, states[0])
             result = self._replay(key, questions)
             if result is not _MISS:
-                self._count("hits")
+                with self._lock:
+                    self._counts["hits"] += 1
                 context.skip([result])
                 return
             keys: list[bytes | None] = [key]

@@ -1,6 +1,9 @@
 """Which decisions survive the coordinator? One SQLite file, written behind the table by a thread of its own.
 
-    decision   key BLOB PRIMARY KEY · value BLOB · written_ms · expires_ms (null: never) · sequence
+    decision   sequence INTEGER PRIMARY KEY · key · value · written_ms · expires_ms (null: never)
+
+Nobody looks anything up here, so there is no index over keys: a commit appends, to a page or two, where a
+tree of random keys would write a page for each decision. Of two records of one key the later one counts.
 
     submit(batch) ─► everything that waits by now, in one transaction ─► outcomes(), and a wake-up
 
@@ -44,8 +47,8 @@ Durability = Literal["full", "commit", "memory"]
 _APPLICATION_ID = 0x73686D64
 _SCHEMA_VERSION = 1
 _SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS decision (key BLOB PRIMARY KEY, value BLOB NOT NULL, "
-    "written_ms INTEGER NOT NULL, expires_ms INTEGER, sequence INTEGER NOT NULL) WITHOUT ROWID"
+    "CREATE TABLE IF NOT EXISTS decision (sequence INTEGER PRIMARY KEY, key BLOB NOT NULL, "
+    "value BLOB NOT NULL, written_ms INTEGER NOT NULL, expires_ms INTEGER)"
 )
 _BATCHES_A_COMMIT = 1024
 _CLOSE_S = 30.0
@@ -68,22 +71,23 @@ def remove(path: Path) -> list[str]:
 class Record(msgspec.Struct, frozen=True, gc=False):
     """One row. sequence grows with every record that is written: the order in which they came."""
 
+    sequence: int
     key: bytes
     value: bytes
     written_ms: int
     expires_ms: int | None
-    sequence: int
 
 
 class Batch(msgspec.Struct):
     """What one message changes: `forget_all` first, then the deletions, then the records.
 
-    number is the caller's, by which it knows what to do when the batch is committed.
+    number is the caller's, by which it knows what to do when the batch is committed; deleted are the
+    sequences of records.
     """
 
     number: int
     records: Sequence[Record] = ()
-    deleted: Sequence[bytes] = ()
+    deleted: Sequence[int] = ()
     forget_all: bool = False
 
 
@@ -127,30 +131,28 @@ class Database:
     def records(self) -> Iterator[Record]:
         """All rows, the oldest first. Raises sqlite3.DatabaseError where the file is damaged."""
         rows = self._connection.execute(
-            "SELECT key, value, written_ms, expires_ms, sequence FROM decision ORDER BY sequence"
+            "SELECT sequence, key, value, written_ms, expires_ms FROM decision ORDER BY sequence"
         )
         for row in rows:
             yield Record(*row)
 
     def commit(self, batches: Sequence[Batch]) -> None:
         """All batches in one transaction. Raises sqlite3.Error, with nothing changed."""
-        execute = self._connection.execute
-        execute("BEGIN IMMEDIATE")
+        connection = self._connection
+        connection.execute("BEGIN IMMEDIATE")
         try:
             for batch in batches:
                 if batch.forget_all:
-                    execute("DELETE FROM decision")
-                for key in batch.deleted:
-                    execute("DELETE FROM decision WHERE key = ?", (key,))
-                for record in batch.records:
-                    execute(
-                        "REPLACE INTO decision VALUES (?, ?, ?, ?, ?)",
-                        (record.key, record.value, record.written_ms, record.expires_ms, record.sequence),
-                    )
+                    connection.execute("DELETE FROM decision")
+                if batch.deleted:
+                    sequences = [(sequence,) for sequence in batch.deleted]
+                    connection.executemany("DELETE FROM decision WHERE sequence = ?", sequences)
+                rows = [msgspec.structs.astuple(record) for record in batch.records]
+                connection.executemany("INSERT INTO decision VALUES (?, ?, ?, ?, ?)", rows)
         except BaseException:
-            execute("ROLLBACK")
+            connection.execute("ROLLBACK")
             raise
-        execute("COMMIT")
+        connection.execute("COMMIT")
 
     def close(self) -> None:
         """Fold the log into the file."""

@@ -19,16 +19,15 @@ Leaves out: how the parts are spelled (key).
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from types import FrameType
 from typing import Any
 
 from shmcache.decisions.key import Facts
 
-_TEMPERATURES = ("temperature", "temperature_by_options", "lang_temperatures", "binning_map")
-_BUDGETS = ("max_len", "head_max_len")
 _HELPER_THREAD = "laya-hook-timeout"
 _ROUTER_MODULE = "laya.router"
 _FRAMES = 24
@@ -45,6 +44,7 @@ class StandsAside(Exception):
 def facts_of(context: Any, pinned: str | None) -> Facts:
     """The parts of the key that the context of a hook gives. Raises StandsAside."""
     agent, router = context.agent, context.router
+    max_len, head_max_len = context.max_len, context.head_max_len
     by_language = bool(getattr(agent, "lang_temperatures", None))
     if by_language and router is None:
         # A hook does not see the language of an Agent's call, and the answer depends on it.
@@ -53,8 +53,8 @@ def facts_of(context: Any, pinned: str | None) -> Facts:
         fingerprint=pinned if pinned is not None else fingerprint_of(agent, router),
         checkpoint=context.model if router is not None else None,
         route=_route(context.decision) if by_language else None,
-        budget=_budget(context),
-        scan=_scan(context),
+        budget=None if max_len is None and head_max_len is None else [max_len, head_max_len],
+        scan=_scan(context) if router is not None or len(context.states) > 1 else None,
     )
 
 
@@ -66,13 +66,17 @@ def fingerprint_of(model: Any, router: Any = None) -> Any:
     if own is not None:
         return own
     settings = getattr(model, "cfg", None)
-    budget = [settings.get(name) for name in _BUDGETS] if isinstance(settings, dict) else None
+    if not isinstance(settings, dict):
+        settings = {}
     return [
         getattr(model, "model_id", None),
         getattr(model, "revision", None),
-        [getattr(model, name, None) for name in _TEMPERATURES],
-        budget,
-        _package_version(model if router is None else router),
+        getattr(model, "temperature", None),
+        getattr(model, "temperature_by_options", None),
+        getattr(model, "lang_temperatures", None),
+        getattr(model, "binning_map", None),
+        [settings.get("max_len"), settings.get("head_max_len")],
+        _package_version((model if router is None else router).__class__),
     ]
 
 
@@ -87,15 +91,12 @@ def may_wait(context: Any) -> bool:
     return threading.current_thread().name != _HELPER_THREAD
 
 
-def _package_version(model: Any) -> str | None:
-    package = sys.modules.get(type(model).__module__.partition(".")[0])
+@functools.cache
+def _package_version(kind: Hashable) -> str | None:
+    """Of the package that defines a class."""
+    package = sys.modules.get(str(kind.__module__).partition(".")[0])
     version = getattr(package, "__version__", None)
     return version if isinstance(version, str) else None
-
-
-def _budget(context: Any) -> Any:
-    budget = [context.max_len, context.head_max_len]
-    return None if budget == [None, None] else budget
 
 
 def _route(decision: Any) -> Any:

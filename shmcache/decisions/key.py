@@ -1,6 +1,6 @@
 """Which 16 bytes name a request?
 
-    key = BLAKE2b-16 of [version, fingerprint, checkpoint, route, budget, scan, questions, state]
+    key = BLAKE2b-16 of [[fingerprint, checkpoint, route, budget, scan, version], questions, state]
 
 as JSON in the given order, written by one encoder (msgspec's). Option order is positional, so no key is
 sorted: {"a": 1, "b": 2} and {"b": 2, "a": 1} are two requests, and so are 1, 1.0, true and "1", or 0.0
@@ -55,6 +55,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     route        what a router detected, where the answer depends on it.
     budget       token limits of this call.
     scan         how a long document is cut into windows; None for one window.
+    version      of this layout.
     """
 
     fingerprint: Any
@@ -62,6 +63,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     route: Any = None
     budget: Any = None
     scan: Any = None
+    version: int = KEY_VERSION
 
 
 def canonical(value: Any) -> bytes:
@@ -133,14 +135,15 @@ class KeyMaker:
         alone do not prove that they are spelled alike (1 == True): both together do.
         """
         try:
-            start = _encode(facts)[:-1] + b"," + _encode(questions) + b","
+            start = _encode((facts, questions))
         except (TypeError, ValueError, OverflowError, RecursionError):
             start = b""
         remembered = self._remembered.get(start)
         if remembered is not None and remembered[0] == questions:
             return remembered[1]
-        parts, questions_text = canonical(list(msgspec.structs.astuple(facts))), canonical(questions)
-        hashed = blake2b(parts[:-1] + b"," + questions_text + b",", digest_size=KEY_BYTES)
+        canonical(list(msgspec.structs.astuple(facts)))
+        questions_text = canonical(questions)
+        hashed = blake2b(start[:-1] + b",", digest_size=KEY_BYTES)
         if len(self._remembered) >= _REMEMBERED:
             self._remembered.clear()
         # A copy, because the caller may change its questions in place.

@@ -76,14 +76,10 @@ class SharedStore:
 
     def get(self, key: bytes) -> Held | None:
         """As DecisionStore. Raises NoCoordinator where there is no table to read."""
-        connection = self._connection
-        table = connection.decisions()
+        table = self._connection.decisions()
         if table is None:
-            raise NoCoordinator(connection.names.namespace)
-        held = table.get(key)
-        if held is not None and connection.page is not None:
-            connection.page.touch_decision(table.touch)
-        return held
+            raise NoCoordinator(self._connection.names.namespace)
+        return table.get(key)
 
     def add(self, key: bytes, value: bytes, expires: float | None) -> bytes:
         """As DecisionStore."""

@@ -89,6 +89,7 @@ STAT_NAMES = (
 )
 """The statistics words in their order. `durability` is 2 full, 1 commit, 0 memory."""
 
+_clock, _BOOTTIME = time.clock_gettime_ns, time.CLOCK_BOOTTIME
 _INSIDE = 0xFFFFFFFF
 _FIXED = struct.Struct("<QdIIII")
 _FIXED_AT = 8 + KEY_BYTES
@@ -120,6 +121,13 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     written_unix_s: int
 
 
+class Ring(msgspec.Struct, frozen=True):
+    """Words in a worker's page, a power of two of them: a touch is written, then the head that shows it."""
+
+    head: memoryview
+    touches: memoryview
+
+
 def _layout(max_rows: int, units: int) -> tuple[Place, int, int]:
     """Where the entries, the units and the header lie: place, offset of units, segment size."""
     return _layout_of_buckets(Place.of(max_rows, ENTRY_BYTES), units)
@@ -139,8 +147,13 @@ def segment_bytes(max_rows: int, units: int) -> int:
 class TableReader:
     """Lookups without a lock. `buffer` is a memoryview over a whole mmap."""
 
-    def __init__(self, buffer: memoryview) -> None:
-        """Raises LayoutMismatch if another build made the segment, or if it is none."""
+    def __init__(self, buffer: memoryview, ring: Ring | None = None) -> None:
+        """Raises LayoutMismatch if another build made the segment, or if it is none.
+
+        Args:
+            buffer: the segment.
+            ring: where each hit is noted, by a word that names its entry; None for nowhere.
+        """
         if buffer.nbytes < HEADER_BYTES or buffer.nbytes % 8:
             raise LayoutMismatch(LAYOUT_HASH, 0)
         raw = buffer.obj
@@ -156,8 +169,9 @@ class TableReader:
         replacements = self._header[_REPLACEMENTS_WORD : _REPLACEMENTS_WORD + 1]
         self._slots = self._open(raw, place, replacements)
         self._get = self._slots.get
-        self.touch = 0
-        """Names the entry that get() returned last: slot, and the low half of its generation."""
+        self._head = ring.head if ring is not None else None
+        self._touches = ring.touches if ring is not None else None
+        self._ring_mask = len(ring.touches) - 1 if ring is not None else 0
 
     def _open(self, raw: mmap, place: Place, replacements: memoryview) -> SlotReader:
         return SlotReader(raw, place, replacements)
@@ -182,20 +196,26 @@ class TableReader:
             return None
         image, slot, word = entry
         ends_ns, expires, _written, value_bytes, unit, value_crc = _fixed(image, _FIXED_AT)
-        if ends_ns and ends_ns <= time.clock_gettime_ns(time.CLOCK_BOOTTIME):
+        if ends_ns and ends_ns <= _clock(_BOOTTIME):
             return None
-        self.touch = slot | (word >> 8 & 0xFFFFFFFF) << 32
         if unit == _INSIDE:
-            return image[_VALUE_AT : _VALUE_AT + value_bytes], expires or None
-        value = self._units(unit, value_bytes)
-        if crc32c(value) != value_crc or self._slots.word(slot) != word:
-            # Its entry has left, and the units with it: at that moment it was a miss.
-            return None
+            value = image[_VALUE_AT : _VALUE_AT + value_bytes]
+        else:
+            value = self._units(unit, value_bytes)
+            if crc32c(value) != value_crc or self._slots.word(slot) != word:
+                # Its entry has left, and the units with it: at that moment it was a miss.
+                return None
+        if self._head is not None and self._touches is not None:
+            # Two threads at once may lose a touch: it costs an entry its place in the order of use, and a
+            # lock would cost every hit.
+            head = self._head[0]
+            self._touches[head & self._ring_mask] = slot | (word >> 8 & 0xFFFFFFFF) << 32
+            self._head[0] = head + 1
         return value, expires or None
 
     def decisions(self) -> Iterator[Decision]:
         """All that live, in no order."""
-        now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        now_ns = _clock(_BOOTTIME)
         for entry in self._slots.entries():
             if not ended(entry, now_ns) and (decision := self.decision(entry)) is not None:
                 yield decision
@@ -230,14 +250,6 @@ def ended(entry: Entry, now_ns: int) -> bool:
     """Whether the life of an entry is over at this CLOCK_BOOTTIME instant."""
     ends_ns: int = _fixed(entry[0], _FIXED_AT)[0]
     return 0 < ends_ns <= now_ns
-
-
-class Life(msgspec.Struct, frozen=True, gc=False):
-    """When a decision was written and when it ends, by both clocks; 0 and None: never."""
-
-    written_unix_s: int
-    expires_unix_s: float | None = None
-    ends_ns: int = 0
 
 
 class TableWriter(TableReader):
@@ -284,9 +296,13 @@ class TableWriter(TableReader):
         """All entries, living or not."""
         return self._writer.entries()
 
+    def free_slot(self, key: bytes) -> int:
+        """A free slot for a key; -1 where one of its choices has to leave first."""
+        return self._writer.free_slot(key)
+
     def choices(self, key: bytes) -> list[int]:
-        """The slots that a key may lie in, where no free one is left."""
-        return [] if self._writer.free_slot(key) >= 0 else self._writer.choices(key)
+        """The slots that a key may lie in."""
+        return self._writer.choices(key)
 
     def fits(self, value: bytes) -> bool:
         """Whether there is room for a value now; if not, something with units has to leave first."""
@@ -296,13 +312,12 @@ class TableWriter(TableReader):
         """Whether there would be room for a value if nothing else were there."""
         return len(value) <= INSIDE_BYTES or self._free.could_have(units_of(value))
 
-    def put(self, key: bytes, value: bytes, life: Life) -> int:
-        """Show a value in a free slot, in place of the one that the key has; returns its slot.
+    def put(self, slot: int, decision: Decision, ends_ns: int, replaced: Entry | None) -> None:
+        """Show a decision in a free slot of its key, in place of the entry that the key has.
 
-        The caller has made room: choices(key) is empty and fits(value) is true.
+        The caller has made room: fits(value) is true.
         """
-        slot = self._writer.free_slot(key)
-        replaced = self._writer.get(key)
+        key, value = decision.key, decision.value
         if len(value) <= INSIDE_BYTES:
             unit, crc, inside = _INSIDE, 0, value
         else:
@@ -310,15 +325,14 @@ class TableWriter(TableReader):
             start = self._units_at + unit * UNIT_BYTES
             self._raw[start : start + len(value)] = value
         fixed = _FIXED.pack(
-            life.ends_ns, life.expires_unix_s or 0.0, life.written_unix_s, len(value), unit, crc
+            ends_ns, decision.expires_unix_s or 0.0, decision.written_unix_s, len(value), unit, crc
         )
         self._writer.publish(slot, key, fixed + inside.ljust(INSIDE_BYTES, b"\0"), replaced)
-        self.set_stat("units_used", self._free.used)
-        if replaced is None:
-            self.add_stat("rows", 1)
-        else:
+        if replaced is not None:
             self._give_units(replaced)
-        return slot
+        else:
+            self.add_stat("rows", 1)
+            self.set_stat("units_used", self._free.used)
 
     def remove(self, entry: Entry) -> None:
         """Take an entry out; its units are free afterwards (I3)."""

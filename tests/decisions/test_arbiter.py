@@ -14,7 +14,7 @@ from shmcache.connection import Head
 from shmcache.decisions import table
 from shmcache.decisions.arbiter import Arbiter, Now
 from shmcache.decisions.db import Batch, Record
-from shmcache.decisions.table import TableReader, TableWriter
+from shmcache.decisions.table import Ring, TableReader, TableWriter
 from shmcache.protocol import (
     NO_MAILBOX,
     Add,
@@ -48,14 +48,16 @@ class World:
         size = table.segment_bytes(rows, units)
         self.raw = mmap.mmap(-1, size)
         self.table = TableWriter.create(memoryview(self.raw), rows, units, epoch=7)
-        self.reader = TableReader(memoryview(self.raw))
+        head, touches = (memoryview(bytearray(8 * size)).cast("Q") for size in (1, 16))
+        self.reader = TableReader(memoryview(self.raw), Ring(head, touches))
+        self._touches = touches
         self.batches: list[Batch] = []
         self.clear = 0
         self.now = Now(1_000_000, 5_000_000_000)
         self.arbiter = Arbiter(
             self.table, 0, durability, self.batches.append if database else None, self._set_clear
         )
-        self.rows: dict[bytes, bytes] = {}
+        self.records: dict[int, Record] = {}
         self._requests = 0
 
     def _set_clear(self, number: int) -> None:
@@ -89,12 +91,22 @@ class World:
             batch = self.batches.pop(0)
             if not why:
                 if batch.forget_all:
-                    self.rows.clear()
-                for key in batch.deleted:
-                    self.rows.pop(key, None)
-                self.rows |= {record.key: record.value for record in batch.records}
+                    self.records.clear()
+                for sequence in batch.deleted:
+                    self.records.pop(sequence, None)
+                self.records |= {record.sequence: record for record in batch.records}
             replies += self.said(self.arbiter.committed(batch, why, self.now))
         return replies
+
+    @property
+    def rows(self) -> dict[bytes, bytes]:
+        """What the database would load: of two records of a key the later one."""
+        return {self.records[number].key: self.records[number].value for number in sorted(self.records)}
+
+    def touch(self, key: bytes, *, former: bool = False) -> None:
+        """A worker reads, and the coordinator drains its ring; or it is told of an entry long gone."""
+        assert self.reader.get(key) is not None
+        self.arbiter.touches([self._touches[0] ^ former << 40, former << 31], self.now)
 
     def later(self, s: float) -> None:
         self.now = Now(self.now.unix_ms + int(s * 1000), self.now.boot_ns + int(s * 1e9))
@@ -204,12 +216,12 @@ def test_case_f05_a_life_ends_by_boot_time_whatever_the_wall_clock_says(world: W
 def test_case_f05_at_load_the_rest_is_what_both_clocks_allow(world: World) -> None:
     now = world.now.unix_ms
     records = [
-        Record(b"1" * 16, b"lives", now - 4 * S, now + 6 * S, 1),
-        Record(b"2" * 16, b"for ever", now - 9 * S, None, 2),
-        Record(b"3" * 16, b"over", now - 20 * S, now - 10 * S, 3),
-        Record(b"4" * 16, b"of 2030", now + 1000 * S, now + 1010 * S, 4),
-        Record(b"5" * 16, b"a small step", now + 30 * S, now + 40 * S, 5),
-        Record(b"6" * 16, b"of 2030, for ever", now + 1000 * S, None, 6),
+        Record(1, b"1" * 16, b"lives", now - 4 * S, now + 6 * S),
+        Record(2, b"2" * 16, b"for ever", now - 9 * S, None),
+        Record(3, b"3" * 16, b"over", now - 20 * S, now - 10 * S),
+        Record(4, b"4" * 16, b"of 2030", now + 1000 * S, now + 1010 * S),
+        Record(5, b"5" * 16, b"a small step", now + 30 * S, now + 40 * S),
+        Record(6, b"6" * 16, b"of 2030, for ever", now + 1000 * S, None),
     ]
     assert world.arbiter.load(records, world.now) == 3
     assert [world.value(record.key) for record in records] == [
@@ -262,8 +274,7 @@ def test_the_least_recently_used_leaves_table_and_database() -> None:
     world.add((A, b"1"))
     world.add((B, b"2"))
     world.commit()
-    assert world.reader.get(A) is not None
-    world.arbiter.touches([world.reader.touch], world.now)
+    world.touch(A)
     world.add((C, b"3"))
     world.commit()
     assert [world.value(key) for key in (A, B, C)] == [b"1", None, b"3"]
@@ -274,8 +285,7 @@ def test_the_least_recently_used_leaves_table_and_database() -> None:
 def test_a_touch_of_a_slot_s_former_entry_is_dropped(world: World) -> None:
     world.add((A, b"1"))
     world.commit()
-    world.reader.get(A)
-    world.arbiter.touches([world.reader.touch ^ 1 << 40, 1 << 31], world.now)
+    world.touch(A, former=True)
 
 
 def test_large_values_leave_for_large_values(world: World) -> None:
@@ -300,8 +310,10 @@ def test_a_table_that_churned_a_hundred_times_over_holds_what_the_database_holds
             world.arbiter.tick(world.now)
         world.commit()
         assert len(world.table) <= 20
+    world.commit()
     held = {entry[0][8:24]: world.value(entry[0][8:24]) for entry in world.table.entries()}
     assert held == world.rows
+    assert len(world.records) == len(held)
 
 
 # ---- claims

@@ -12,7 +12,7 @@ import pytest
 from shmcache.decisions import db
 from shmcache.decisions.db import Batch, Committer, Database, Record, load
 
-A, B = Record(b"a" * 16, b"1", 10, None, 1), Record(b"b" * 16, b"2", 20, 30, 2)
+A, B = Record(1, b"a" * 16, b"1", 10, None), Record(2, b"b" * 16, b"2", 20, 30)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def records(path: Path) -> list[Record]:
 def test_what_was_committed_is_there_in_its_order(path: Path) -> None:
     commit(path, Batch(1, [B]), Batch(2, [A]))
     assert records(path) == [A, B]
-    commit(path, Batch(3, deleted=[A.key]))
+    commit(path, Batch(3, deleted=[A.sequence]))
     assert records(path) == [B]
     commit(path, Batch(4, [A], forget_all=True))
     assert records(path) == [A]
@@ -60,7 +60,7 @@ def test_a_commit_survives_a_kill(path: Path) -> None:
 def test_a_failed_transaction_changes_nothing(path: Path) -> None:
     database, _ = load(path, "commit")
     assert database is not None
-    bad = Record(b"c" * 16, None, 1, None, 3)  # type: ignore[arg-type]
+    bad = Record(3, b"c" * 16, None, 1, None)  # type: ignore[arg-type]
     with pytest.raises(sqlite3.Error):
         database.commit([Batch(1, [A]), Batch(2, [bad])])
     database.commit([Batch(3, [B])])
@@ -84,7 +84,7 @@ def test_a_damaged_file_is_set_aside_and_stops_nothing(
 
 
 def test_of_a_file_that_is_damaged_further_on_the_readable_part_is_kept(path: Path) -> None:
-    many = [Record(number.to_bytes(16), os.urandom(300), 1, None, number) for number in range(500)]
+    many = [Record(number, number.to_bytes(16), os.urandom(300), 1, None) for number in range(500)]
     commit(path, Batch(1, many))
     content = bytearray(path.read_bytes())
     content[-9 * 4096 : -8 * 4096] = b"\xff" * 4096
@@ -154,7 +154,7 @@ def test_batches_that_wait_together_are_committed_together_and_reported_in_order
     committer.submit(Batch(1, [A]))
     assert first.wait(10)
     for number in range(2, 6):
-        committer.submit(Batch(number, [B]))
+        committer.submit(Batch(number, [B], deleted=[B.sequence]))
     go_on.set()
     assert woken.acquire(timeout=10)
     assert woken.acquire(timeout=10)

@@ -16,10 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmcache.decisions import table
-from shmcache.decisions.table import INSIDE_BYTES, UNIT_BYTES, Life, TableReader, TableWriter, Units
+from shmcache.decisions.table import INSIDE_BYTES, UNIT_BYTES, Decision, TableReader, TableWriter, Units
 from shmcache.errors import LayoutMismatch
-
-FOR_EVER = Life(1)
 
 
 class Pair:
@@ -35,14 +33,14 @@ class Pair:
         self.reader = TableReader(self.read_only)
         os.close(fd)
 
-    def put(self, key: bytes, value: bytes, life: Life = FOR_EVER) -> None:
+    def put(self, key: bytes, value: bytes, expires: float | None = None, ends_ns: int = 0) -> None:
         """As the arbiter does it: whoever is in the way leaves."""
-        while choices := self.writer.choices(key):
-            entry = self.writer.at(choices[0])
+        while (slot := self.writer.free_slot(key)) < 0:
+            entry = self.writer.at(self.writer.choices(key)[0])
             assert entry is not None
             self.writer.remove(entry)
         assert self.writer.fits(value)
-        self.writer.put(key, value, life)
+        self.writer.put(slot, Decision(key, value, expires, 1), ends_ns, self.writer.entry(key))
 
 
 @pytest.fixture
@@ -53,7 +51,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 def test_a_value_comes_back_inside_and_in_units(pair: Pair) -> None:
     for number, size in enumerate((0, 1, INSIDE_BYTES, INSIDE_BYTES + 1, UNIT_BYTES * 5 + 3)):
         key, value = bytes([number]) * 16, os.urandom(size)
-        pair.put(key, value, Life(1, 1234.5, 1 << 62))
+        pair.put(key, value, 1234.5, 1 << 62)
         assert pair.reader.get(key) == (value, 1234.5)
     assert len(pair.reader) == 5
     assert pair.reader.get(b"x" * 16) is None
@@ -63,10 +61,10 @@ def test_a_value_comes_back_inside_and_in_units(pair: Pair) -> None:
 
 def test_a_value_ends_at_its_boot_time_instant(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    pair.put(b"a" * 16, b"v", Life(1, 1.0, now + 10**9))
+    pair.put(b"a" * 16, b"v", 1.0, now + 10**9)
     monkeypatch.setattr(time, "time", lambda: 4e9)
     assert pair.reader.get(b"a" * 16) == (b"v", 1.0)
-    monkeypatch.setattr(time, "clock_gettime_ns", lambda clock: now + 10**9)
+    monkeypatch.setattr(table, "_clock", lambda clock: now + 10**9)
     assert pair.reader.get(b"a" * 16) is None
     assert list(pair.reader.decisions()) == []
 
@@ -126,7 +124,7 @@ def test_a_writer_that_dies_before_a_step_leaves_the_old_value_or_the_new(pair: 
     for name in ("_raw", "_words", "_replacements"):
         setattr(writer, name, Dying(getattr(writer, name), left))
     with pytest.raises(Died):
-        pair.writer.put(b"a" * 16, b"new", FOR_EVER)
+        pair.put(b"a" * 16, b"new")
     is_new = stores > 2
     assert pair.reader.get(b"a" * 16) in ((b"old", None), (b"new", None))
     assert {decision.value for decision in pair.reader.decisions()} == {b"old", *([b"new"] if is_new else [])}

@@ -13,7 +13,15 @@ from decisions.fake_model import Model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmcache.decisions.codec import LIMIT_BYTES, VALUE_LIMIT_BYTES, NotStorable, decode, encode, stripped
+from shmcache.decisions.codec import (
+    DICTIONARY,
+    LIMIT_BYTES,
+    VALUE_LIMIT_BYTES,
+    NotStorable,
+    decode,
+    encode,
+    stripped,
+)
 from shmcache.errors import CorruptDecision
 
 RESULT = Model().result("s")
@@ -58,7 +66,8 @@ def test_values_have_a_limit_of_one_mebibyte() -> None:
 def test_a_bomb_is_corrupt_and_stays_small() -> None:
     for size in (LIMIT_BYTES + 1, 64 << 20):
         with pytest.raises(CorruptDecision):
-            decode(b"\x01" + zlib.compress(b'"' + b"x" * size + b'"'))
+            deflating = zlib.compressobj(zdict=DICTIONARY)
+            decode(b"\x01" + deflating.compress(b'"' + b"x" * size + b'"') + deflating.flush())
     with pytest.raises(CorruptDecision):
         decode(b"\x00" + b'"' + b"x" * LIMIT_BYTES + b'"')
 
