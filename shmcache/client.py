@@ -33,8 +33,8 @@ import msgspec
 
 from shmcache import kvc, protocol, shm
 from shmcache.config import check_namespace
-from shmcache.connection import FAULTS, Connection
-from shmcache.errors import ConfigError, CorruptSlab, OutOfSpace
+from shmcache.connection import FAULTS, Connection, Head
+from shmcache.errors import ConfigError, CorruptSlab, NoCoordinator, OutOfSpace
 from shmcache.index import Found
 from shmcache.key import PrefixWalk, RowAddress
 from shmcache.protocol import Plan, Tier, Verdict, VerdictKind
@@ -96,15 +96,17 @@ class CacheStatistics(msgspec.Struct, frozen=True):
 class Hit:
     """A published row whose text is a prefix of the prompt: mapped or read, and verified."""
 
+    __slots__ = ("_cache", "_slab", "found", "image")
+
     def __init__(self, cache: Cache, found: Found, slab: MappedSlab | ReadSlab) -> None:
         self._cache = cache
         self._slab = slab
         self.found = found
         self.image = slab.image
 
-    def use(self) -> None:
-        """Note that the row was restored; this keeps it warm."""
-        self._cache.connection.touch(self.found.touch)
+    def use(self, counter: str | None = None) -> None:
+        """Note that the row was restored, which keeps it warm; and count it, by a name of page.COUNTERS."""
+        self._cache.used(self.found, counter)
 
     def close(self) -> None:
         """The image is not looked at any more. A mapping stays with the cache, a buffer goes back."""
@@ -112,13 +114,21 @@ class Hit:
             self._slab.close()
 
 
+class Granted(msgspec.Struct, frozen=True):
+    """A reservation's token, and the epoch of the coordinator that has charged its bytes."""
+
+    token: int
+    epoch: int
+
+
 class Slab:
     """A granted reservation: memory is made ready for it, filled, and handed over."""
 
-    def __init__(self, cache: Cache, plan: SavePlan, token: int, forget: int) -> None:
+    def __init__(self, cache: Cache, plan: SavePlan, granted: Granted, forget: int) -> None:
         self._cache = cache
         self._plan = plan
-        self._token = token
+        self._granted = granted
+        self._token = granted.token
         self._forget = forget
         self._ready = threading.Event()
         self._ended = threading.Event()
@@ -163,7 +173,7 @@ class Slab:
         try:
             if not self._ended.is_set():
                 self._make(self._plan.payload_bytes)
-        except OSError as error:
+        except FAULTS as error:
             self._cache.connection.fault("prepare", error)
         finally:
             self._ready.set()
@@ -172,6 +182,10 @@ class Slab:
         size_bytes = self._plan.payload_offset + payload_bytes
         self._cache.connection.hold_unnamed(size_bytes)
         try:
+            # Stated first, looked at then: a coordinator that has come since has counted these bytes, or
+            # is seen here, and may have granted them to somebody else (I4).
+            if not self._cache.connection.is_epoch(self._granted.epoch):
+                raise NoCoordinator(self._cache.connection.names.namespace)
             self._unnamed = UnnamedSlab(self._cache.in_fd(), self._plan.payload_offset, size_bytes)
         except BaseException:
             self._cache.connection.hold_unnamed(-size_bytes)
@@ -188,7 +202,7 @@ class Slab:
         if isinstance(answer, protocol.Reserved) and answer.verdicts[0].kind == "granted":
             try:
                 self._make(payload_bytes)
-            except OSError as error:
+            except FAULTS as error:
                 self._cache.connection.fault("prepare", error)
 
     def _hand_over(self, meta: kvc.Meta, pieces: Sequence[kvc.Piece], token_ids: memoryview) -> None:
@@ -220,8 +234,8 @@ class Slab:
     def _let_go_of_bytes(self) -> None:
         unnamed, self._unnamed = self._unnamed, None
         if unnamed is not None:
-            self._cache.connection.hold_unnamed(-unnamed.charged_bytes)
             unnamed.close()
+            self._cache.connection.hold_unnamed(-unnamed.charged_bytes)
 
 
 class Cache:
@@ -266,6 +280,12 @@ class Cache:
         found = reader.get(key) if reader is not None else None
         return self._open(found) if found is not None else None
 
+    def used(self, found: Found, counter: str | None = None) -> None:
+        """Keep a row warm: its mapping here, its place at the coordinator (Hit.use)."""
+        with self._lock:
+            self._kept.warm(found.key)
+        self.connection.used(found.touch, counter)
+
     def drop(self, hit: Hit, why: str) -> None:
         """Forget a row that did not restore: everywhere, once, with one log line at the coordinator."""
         self.count("restore_refused")
@@ -278,13 +298,11 @@ class Cache:
             self.connection.state_mapped(self._kept.kept_bytes, self._kept.orphaned_bytes)
 
     def _open(self, found: Found) -> Hit | None:
-        row = found.row
-        slab: MappedSlab | ReadSlab | None
-        with self._lock:
-            slab = self._kept.get(row.key, found.word)
+        kept = self._kept.get(found.key, found.word)
+        if kept is not None:
+            return Hit(self, found, kept)
         try:
-            if slab is None:
-                slab = self._read(found) if row.tier == Tier.DISK else self._map(found)
+            slab = self._read(found) if found.row.tier == Tier.DISK else self._map(found)
         except FileNotFoundError:
             return None  # Evicted since the index was read: a miss.
         except CorruptSlab as error:
@@ -298,13 +316,14 @@ class Cache:
 
     def _map(self, found: Found) -> MappedSlab:
         row = found.row
-        slab = MappedSlab(shm.Mapping.open(self.connection.tier_path(Tier(row.tier)) / file_name(row.key)))
+        path = self.connection.tier_path(Tier(row.tier)) / file_name(row.key)
+        slab = MappedSlab(shm.Mapping.open(path), found.word)
         if slab.image.meta.key != row.key:
             slab.close()
             raise CorruptSlab("the slab holds the row of another key")
         self.count("mapped_slabs")
         with self._lock:
-            self._kept.put(row.key, found.word, slab)
+            self._kept.put(row.key, slab)
             self.connection.state_mapped(self._kept.kept_bytes, self._kept.orphaned_bytes)
         self._start_helper()
         return slab
@@ -339,18 +358,21 @@ class Cache:
             base: key of the row that was used.
             forget: the forget number under which the sequence began.
         """
-        answer = self.connection.ask(
-            lambda head: protocol.Reserve(
-                **head, forget=forget, base=base, plans=[self._wire(plan) for plan in plans]
-            ),
-            RESERVE_TIMEOUT_MS * 1_000_000,
-        )
+        epoch = 0
+
+        def make(head: Head) -> protocol.Reserve:
+            nonlocal epoch
+            epoch = head["epoch"]
+            wire = [self._wire(plan) for plan in plans]
+            return protocol.Reserve(**head, forget=forget, base=base, plans=wire)
+
+        answer = self.connection.ask(make, RESERVE_TIMEOUT_MS * 1_000_000)
         if not isinstance(answer, protocol.Reserved) or len(answer.verdicts) != len(plans):
             return Grants([None] * len(plans))
         slabs: list[Slab | None] = []
         for plan, verdict in zip(plans, answer.verdicts, strict=True):
             if verdict.kind == "granted":
-                slab = Slab(self, plan, verdict.token, forget)
+                slab = Slab(self, plan, Granted(verdict.token, epoch), forget)
                 self.do(slab.prepare)
                 slabs.append(slab)
             else:

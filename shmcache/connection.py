@@ -152,6 +152,10 @@ class Connection:
         """The epoch that this process reads; 0 without one."""
         return self._view.epoch if self._view is not None else 0
 
+    def is_epoch(self, epoch: int) -> bool:
+        """Whether this is the epoch still, read from the control page just now."""
+        return self._control is not None and self._control.words[EPOCH_WORD] == epoch
+
     @property
     def page(self) -> WorkerPage | None:
         """This process's own page."""
@@ -231,11 +235,13 @@ class Connection:
         """What this process has counted."""
         return dict(zip(COUNTERS, self._counts, strict=True))
 
-    def touch(self, touch: int) -> None:
-        """Note the use of a row (index.Found.touch)."""
+    def used(self, touch: int, counter: str | None) -> None:
+        """Note the use of a row (index.Found.touch), and count it where a counter is named."""
         with self._lock:
             if self._page is not None:
                 self._page.touch(touch)
+            if counter is not None:
+                self.count(counter)
 
     def progress(self) -> None:
         """Say that this worker moves: an owner that does not for a minute counts as stuck."""

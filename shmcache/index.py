@@ -211,6 +211,11 @@ class Found(msgspec.Struct, frozen=True, gc=False):
     word: int
 
     @property
+    def key(self) -> bytes:
+        """The row's key alone."""
+        return self.image[8:40]
+
+    @property
     def row(self) -> Row:
         """The entry decoded, anew at each call: a probe does not pay for fields that nobody reads."""
         _, key, block_key, tag, text_bytes, slab_bytes, token_count, flags, tail, tier, reason = (

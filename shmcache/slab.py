@@ -95,11 +95,15 @@ class UnnamedSlab:
 
 
 class MappedSlab:
-    """A published slab, mapped and verified. Views of it stay valid for as long as they exist."""
+    """A published slab, mapped and verified. Views of it stay valid for as long as they exist.
 
-    def __init__(self, mapping: Mapping) -> None:
+    word is the publication that it was mapped for (index.Found.word).
+    """
+
+    def __init__(self, mapping: Mapping, word: int = 0) -> None:
         """Parse and sum. Raises CorruptSlab; the mapping is closed then."""
         self._mapping = mapping
+        self.word = word
         self.size_bytes = mapping.bytes.nbytes
         try:
             self.image = kvc.parse(mapping.bytes)
@@ -164,11 +168,14 @@ class ReadSlab:
 
 
 class KeptSlabs:
-    """The mappings that a worker keeps, by key, the one used last at the end. One thread at a time."""
+    """The mappings that a worker keeps, by key, the one used last at the end.
+
+    get() may be called by any thread at any time; for the others the caller holds a lock.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._slabs: OrderedDict[bytes, tuple[int, MappedSlab]] = OrderedDict()
+        self._slabs: OrderedDict[bytes, MappedSlab] = OrderedDict()
         self._orphans: list[tuple[weakref.ref[mmap.mmap], int]] = []
         self.kept_bytes = 0
 
@@ -180,13 +187,15 @@ class KeptSlabs:
 
     def get(self, key: bytes, word: int) -> MappedSlab | None:
         """The mapping of this very publication, if it is kept."""
-        kept = self._slabs.get(key)
-        if kept is None or kept[0] != word:
-            return None
-        self._slabs.move_to_end(key)
-        return kept[1]
+        slab = self._slabs.get(key)
+        return slab if slab is not None and slab.word == word else None
 
-    def put(self, key: bytes, word: int, slab: MappedSlab) -> None:
+    def warm(self, key: bytes) -> None:
+        """Used just now: the last to be let go."""
+        if key in self._slabs:
+            self._slabs.move_to_end(key)
+
+    def put(self, key: bytes, slab: MappedSlab) -> None:
         """Keep a mapping, and let go of those used longest ago where the limit asks for it.
 
         A slab larger than the limit is used once and not kept.
@@ -196,22 +205,21 @@ class KeptSlabs:
             return
         while self.kept_bytes + slab.size_bytes > self._limit_bytes:
             self.let_go(next(iter(self._slabs)))
-        self._slabs[key] = (word, slab)
+        self._slabs[key] = slab
         self.kept_bytes += slab.size_bytes
 
     def let_go(self, key: bytes) -> None:
         """Close one mapping, if it is kept."""
-        kept = self._slabs.pop(key, None)
-        if kept is not None:
-            slab = kept[1]
+        slab = self._slabs.pop(key, None)
+        if slab is not None:
             self.kept_bytes -= slab.size_bytes
             if (orphan := slab.close()) is not None:
                 self._orphans.append((orphan, slab.size_bytes))
 
     def let_go_where(self, has_left: Callable[[bytes, int], bool]) -> None:
         """Close all mappings whose row has left the index."""
-        for key, (word, _slab) in list(self._slabs.items()):
-            if has_left(key, word):
+        for key, slab in list(self._slabs.items()):
+            if has_left(key, slab.word):
                 self.let_go(key)
 
     def clear(self) -> None:

@@ -45,11 +45,11 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 (names, not paths)
 
 
-def mapped(space: Namespace, name: str, text: bytes = TEXT, payload: bytes = b"payload") -> MappedSlab:
+def mapped(space: Namespace, name: str, word: int = 0, payload: bytes = b"payload") -> MappedSlab:
     path = space.names.directory / name
-    path.write_bytes(slab_file(WHO, text, payload))
+    path.write_bytes(slab_file(WHO, TEXT, payload))
     path.chmod(0o600)
-    return MappedSlab(Mapping.open(path))
+    return MappedSlab(Mapping.open(path), word)
 
 
 # ---- in the making
@@ -157,8 +157,8 @@ def test_an_overwritten_slab_is_corrupt_wherever_it_was_hit(space: Namespace, pl
 
 def test_a_mapping_is_kept_for_its_very_publication(space: Namespace, place: int) -> None:
     kept = KeptSlabs(1 << 20)
-    made = mapped(space, "a")
-    kept.put(b"a", 1, made)
+    made = mapped(space, "a", 1)
+    kept.put(b"a", made)
     assert kept.get(b"a", 1) is made
     assert kept.get(b"a", 2) is None
     assert kept.get(b"b", 1) is None
@@ -169,12 +169,13 @@ def test_the_mapping_used_longest_ago_makes_way(space: Namespace, place: int) ->
     size_bytes = len(slab_file(WHO, TEXT, b"payload"))
     kept = KeptSlabs(2 * size_bytes)
     for name in ("a", "b"):
-        kept.put(name.encode(), 1, mapped(space, name))
-    kept.get(b"a", 1)
-    kept.put(b"c", 1, mapped(space, "c"))
+        kept.put(name.encode(), mapped(space, name, 1))
+    kept.warm(b"a")
+    kept.warm(b"nobody")
+    kept.put(b"c", mapped(space, "c", 1))
     assert [name for name in (b"a", b"b", b"c") if kept.get(name, 1)] == [b"a", b"c"]
     assert kept.kept_bytes == 2 * size_bytes
-    kept.put(b"a", 2, mapped(space, "a2"))
+    kept.put(b"a", mapped(space, "a2", 2))
     assert kept.get(b"a", 1) is None
     assert kept.kept_bytes == 2 * size_bytes
     kept.clear()
@@ -183,8 +184,8 @@ def test_the_mapping_used_longest_ago_makes_way(space: Namespace, place: int) ->
 
 def test_a_slab_beyond_the_limit_is_used_once_and_not_kept(space: Namespace, place: int) -> None:
     kept = KeptSlabs(100)
-    made = mapped(space, "a")
-    kept.put(b"a", 1, made)
+    made = mapped(space, "a", 1)
+    kept.put(b"a", made)
     assert kept.get(b"a", 1) is None
     assert kept.kept_bytes == 0
     assert bytes(made.image.payload) == b"payload"
@@ -192,10 +193,10 @@ def test_a_slab_beyond_the_limit_is_used_once_and_not_kept(space: Namespace, pla
 
 def test_what_somebody_still_looks_at_is_let_go_and_reported(space: Namespace, place: int) -> None:
     kept = KeptSlabs(1 << 20)
-    made = mapped(space, "a", payload=b"still here")
+    made = mapped(space, "a", 1, payload=b"still here")
     size_bytes = made.size_bytes
     view = made.image.payload
-    kept.put(b"a", 1, made)
+    kept.put(b"a", made)
     del made
     kept.let_go_where(lambda key, word: (key, word) == (b"a", 1))
     assert (kept.kept_bytes, kept.orphaned_bytes) == (0, size_bytes)
@@ -209,7 +210,7 @@ def test_what_somebody_still_looks_at_is_let_go_and_reported(space: Namespace, p
 def test_only_what_has_left_is_let_go(space: Namespace, place: int) -> None:
     kept = KeptSlabs(1 << 20)
     for name in (b"a", b"b"):
-        kept.put(name, 7, mapped(space, name.decode()))
+        kept.put(name, mapped(space, name.decode(), 7))
     asked = []
 
     def has_left(key: bytes, word: int) -> bool:
