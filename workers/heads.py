@@ -29,13 +29,15 @@ _RENDERED_FROM = ("functions", "function_call", "tools", "tool_choice")
 
 
 class Heads:
-    """Texts of fixed chats, the ones used last."""
+    """Fixed chats, the ones used last."""
 
     def __init__(self) -> None:
-        self._texts: OrderedDict[str, bytes | None] = OrderedDict()
+        self._chats: OrderedDict[str, FixedChat | None] = OrderedDict()
 
-    def fixed_chat(self, handler: Callable[..., Any], template: str, call: Mapping[str, Any]) -> bytes | None:
-        """Return the text of the fixed chat that belongs to this call, None where there is none.
+    def fixed_chat(
+        self, handler: Callable[..., Any], template: str, call: Mapping[str, Any]
+    ) -> FixedChat | None:
+        """Return the fixed chat that belongs to this call, None where there is none.
 
         Args:
             handler: what renders and answers the chat.
@@ -45,30 +47,43 @@ class Heads:
         arguments = {name: call.get(name) for name in _RENDERED_FROM}
         arguments["messages"] = [*_system_part(call["messages"]), {"role": "user", "content": USER_TEXT}]
         name = json.dumps([template, arguments], default=repr)
-        if name in self._texts:
-            self._texts.move_to_end(name)
+        if name in self._chats:
+            self._chats.move_to_end(name)
         else:
-            self._texts[name] = _text_of(handler, arguments)
-            if len(self._texts) > _REMEMBERED:
-                self._texts.popitem(last=False)
-        return self._texts[name]
+            text = _text_of(handler, arguments)
+            self._chats[name] = FixedChat(text) if text is not None else None
+            if len(self._chats) > _REMEMBERED:
+                self._chats.popitem(last=False)
+        return self._chats[name]
 
 
-def head_tokens(tokens: Sequence[int], fixed_chat: bytes, piece_of: Callable[[int], bytes]) -> int:
-    """How many of the prompt's first tokens spell the beginning of the fixed chat.
+class FixedChat:
+    """The text of a fixed chat, and how the prompts that begin with it are tokenised."""
 
-    A token that the text does not spell, like a BOS that only the tokenizer adds, is passed over at the
-    very beginning; a space that a SentencePiece vocabulary puts before the first word, too.
-    """
-    at = 0
-    for index, token in enumerate(tokens):
-        piece = piece_of(token)
-        if at == 0 and not fixed_chat.startswith(piece):
-            piece = _without_what_tokenizers_add(piece, index)
-        if not fixed_chat.startswith(piece, at):
-            return index
-        at += len(piece)
-    return len(tokens)
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+        self._known: list[int] = []  # the head's tokens as the last prompt had them
+        self._known_bytes = 0  # of the text that they spell
+
+    def head_tokens(self, tokens: Sequence[int], piece_of: Callable[[int], bytes]) -> int:
+        """How many of the prompt's first tokens spell the beginning of this text.
+
+        A token that the text does not spell, like a BOS that only the tokenizer adds, is passed over at the
+        very beginning; a space that a SentencePiece vocabulary puts before the first word, too.
+        """
+        known = len(self._known)
+        if tokens[:known] != self._known:
+            known = self._known_bytes = 0
+        at, end = self._known_bytes, known
+        for index in range(known, len(tokens)):
+            piece = piece_of(tokens[index])
+            if at == 0 and not self.text.startswith(piece):
+                piece = _without_what_tokenizers_add(piece, index)
+            if not self.text.startswith(piece, at):
+                break
+            at, end = at + len(piece), index + 1
+        self._known, self._known_bytes = list(tokens[:end]), at
+        return end
 
 
 def _without_what_tokenizers_add(piece: bytes, index: int) -> bytes:

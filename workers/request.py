@@ -13,6 +13,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from shmcache.client import Slab
+    from shmcache.workers.heads import FixedChat
 
 HitKind = Literal["exact", "partial", "cold", "untracked"]
 Source = Literal["live", "shared", ""]
@@ -43,7 +44,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 class Chat:
     """The chat that a completion belongs to: its fixed chat (heads), and the report for its caller."""
 
-    def __init__(self, fixed_chat: bytes | None) -> None:
+    def __init__(self, fixed_chat: FixedChat | None) -> None:
         self.fixed_chat = fixed_chat
         self.report = Report()
 

@@ -51,7 +51,7 @@ from shmcache.kvc import Reason
 from shmcache.workers import seam
 from shmcache.workers.cells import Cells
 from shmcache.workers.edge import Edge
-from shmcache.workers.heads import Heads, head_tokens
+from shmcache.workers.heads import FixedChat, Heads
 from shmcache.workers.render import Renderer, Text
 from shmcache.workers.request import Chat, Report, Request
 from shmcache.workers.rows import Author
@@ -336,7 +336,7 @@ class SharedLlama(llama_cpp.Llama):
         walk = PrefixWalk(self._author.identity.seed, text.text) if self._author is not None else None
         head = None
         if request.chat is not None and request.chat.fixed_chat is not None:
-            head = head_tokens(tokens, request.chat.fixed_chat, self._renderer.plain)
+            head = request.chat.fixed_chat.head_tokens(tokens, self._renderer.plain)
         return Prompt(text, walk, policy.anchors(len(tokens), head, self._gates))
 
     def _look_up(self, request: Request, prompt: Prompt) -> Joined:
@@ -594,7 +594,7 @@ class SharedLlama(llama_cpp.Llama):
 
     # ---- chats
 
-    def _fixed_chat(self, call: Mapping[str, Any]) -> bytes | None:
+    def _fixed_chat(self, call: Mapping[str, Any]) -> FixedChat | None:
         # As in llama_cpp.Llama.create_chat_completion.
         template = self.chat_format or ""
         handler = (

@@ -18,7 +18,8 @@ QUESTION = {"role": "user", "content": "Which colours does the flag of Iceland h
 OTHER_QUESTION = {"role": "user", "content": "Name the rivers of Vienna, the largest one first."}
 NEXT_QUESTION = {"role": "user", "content": "And what do they stand for?"}
 
-FULL_ATTENTION = [
+KINDS = ("smollm2", *tiny.KINDS)
+SETTINGS = [
     pytest.param({"flash_attn": False}, id="plain-f16"),
     pytest.param({"flash_attn": True}, id="flash-f16"),
     pytest.param({"flash_attn": False, "type_k": llama_cpp.GGML_TYPE_Q8_0}, id="plain-q8_0"),
@@ -29,12 +30,19 @@ FULL_ATTENTION = [
 ]
 
 
+CASES = [
+    *(pytest.param(kind, *case.values, id=f"{kind}-{case.id}") for kind in KINDS for case in SETTINGS),
+    # The window's own cells only: they are used again as the window moves on.
+    pytest.param("gemma3", {"flash_attn": False, "swa_full": False}, id="gemma3-plain-f16-window"),
+    pytest.param("gemma3", {"flash_attn": True, "swa_full": False}, id="gemma3-flash-f16-window"),
+]
+
+
 def next_turn(chat: list[dict[str, str]], answer: Answer) -> list[dict[str, str]]:
     return [*chat, {"role": "assistant", "content": answer.text}, NEXT_QUESTION]
 
 
-@pytest.mark.parametrize("options", FULL_ATTENTION)
-@pytest.mark.parametrize("kind", ["smollm2", *tiny.KINDS])
+@pytest.mark.parametrize(("kind", "options"), CASES)
 def test_a_restored_conversation_equals_the_same_one_never_interrupted(  # noqa: PLR0917  fixtures
     kind: str,
     options: dict[str, Any],

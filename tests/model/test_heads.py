@@ -9,7 +9,7 @@ import pytest
 from llama_cpp import llama_chat_format
 from model.conftest import MakeLlama
 
-from shmcache.workers.heads import Heads, head_tokens
+from shmcache.workers.heads import FixedChat, Heads
 
 SYSTEM = {"role": "system", "content": "You are a careful assistant."}
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
@@ -41,15 +41,15 @@ def test_the_head_ends_where_the_users_text_begins() -> None:
         handler_of(CHATML_WITH_TOOLS), "t", {"messages": [SYSTEM, user("Hi")], "tools": TOOLS}
     )
     assert fixed is not None
-    prompt = fixed.decode().replace("\x02shmcache", "Hi there")
+    prompt = fixed.text.decode().replace("\x02shmcache", "Hi there")
     assert "look_up" in prompt
-    assert head_tokens(characters(prompt), fixed, spelled) == prompt.index("Hi there")
+    assert fixed.head_tokens(characters(prompt), spelled) == prompt.index("Hi there")
 
 
 def test_the_head_depends_on_system_and_tools_and_not_on_the_turns() -> None:
     heads, handler = Heads(), handler_of(CHATML_WITH_TOOLS)
 
-    def fixed(*messages: dict[str, str], tools: Any = None) -> bytes | None:
+    def fixed(*messages: dict[str, str], tools: Any = None) -> FixedChat | None:
         return heads.fixed_chat(handler, "t", {"messages": messages, "tools": tools})
 
     one = fixed(SYSTEM, user("Hi"))
@@ -68,7 +68,9 @@ def test_a_fixed_chat_is_rendered_once() -> None:
 
     heads = Heads()
     for _ in range(3):
-        assert heads.fixed_chat(handler, "t", {"messages": [SYSTEM]}) == b"text"
+        fixed = heads.fixed_chat(handler, "t", {"messages": [SYSTEM]})
+        assert fixed is not None
+        assert fixed.text == b"text"
     assert rendered == 1
 
 
@@ -102,13 +104,28 @@ def test_a_handler_that_is_an_object_is_not_asked() -> None:
     ],
 )
 def test_the_head_is_as_many_tokens_as_spell_the_fixed_chat(pieces: list[bytes], expected: int) -> None:
-    assert head_tokens(range(len(pieces)), b"Hello world", pieces.__getitem__) == expected
+    fixed = FixedChat(b"Hello world")
+    for _ in range(2):  # the second time it knows them
+        assert fixed.head_tokens(list(range(len(pieces))), pieces.__getitem__) == expected
+
+
+def test_a_head_that_is_known_is_not_taken_for_another_ones() -> None:
+    fixed = FixedChat(b"Hello world")
+    for prompt, expected in (
+        ("Hello you", 6),
+        ("Hell", 4),
+        ("Hello w", 7),
+        ("Hello you", 6),
+        ("Help", 3),
+        ("", 0),
+    ):
+        assert fixed.head_tokens(characters(prompt), spelled) == expected
 
 
 def test_a_real_template_gives_a_head(worker: MakeLlama, smollm2: Path) -> None:
     llama = worker(smollm2)
     fixed = llama._fixed_chat({"messages": [SYSTEM, user("Hi")]})
     assert fixed is not None
-    tokens = llama.tokenize(fixed.replace(b"\x02shmcache", b"What is new?"), add_bos=False, special=True)
-    head = head_tokens(tokens, fixed, llama._renderer.plain)
+    tokens = llama.tokenize(fixed.text.replace(b"\x02shmcache", b"What is new?"), add_bos=False, special=True)
+    head = fixed.head_tokens(tokens, llama._renderer.plain)
     assert llama.detokenize(tokens[:head], special=True).endswith(b"<|im_start|>user\n")
