@@ -16,12 +16,13 @@ from types import ModuleType
 
 from shmcache.config import check_namespace
 from shmcache.errors import ConfigError, ShmcacheError
-from shmcache.tools import check, clean, demo, explain, serve, stat
+from shmcache.tools import check, clean, decisions, demo, explain, serve, stat
 
 SUBCOMMANDS: dict[str, ModuleType] = {
     "stat": stat,
     "check": check,
     "explain": explain,
+    "decisions": decisions,
     "clean": clean,
     "serve": serve,
     "demo": demo,

@@ -1,0 +1,262 @@
+"""What has been decided, and what should be known beforehand? Look, pre-warm, hand over, forget.
+
+    stat                 figures of the coordinator's table
+    show [KEY…]          decisions as JSON, all or those whose key begins so
+    export FILE          all of them, a line of JSON each
+    import FILE          add what a file holds; who is there already stays (the first decision wins)
+    warm FILE            compute what a file asks, through a model, unless it is decided already
+    delete KEY…          forget, for everybody
+    prune                remove what has expired
+
+A line of an export: {"key": hex, "result": …, "expires": Unix seconds or null, "written": Unix seconds}.
+A line to warm with: {"state": …, "questions": {…}}. A file named `-` is standard input or output.
+
+Leaves out: what a decision means (shmcache.decisions), the SQLite file (the coordinator keeps it locked).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from shmcache.decisions import DecisionCache, SharedStore
+from shmcache.decisions.codec import NotStorable, encode
+from shmcache.decisions.codec import decode as decode_value
+from shmcache.decisions.key import KEY_BYTES
+from shmcache.decisions.stores import Item
+from shmcache.decisions.table import Decision
+from shmcache.errors import ConfigError, CorruptDecision
+
+HELP = "look at decisions, compute them ahead, hand them over, forget them"
+
+_DURABILITY = (
+    "memory: it may decide again after a crash",
+    "commit: survives any kill",
+    "full: survives power loss",
+)
+_BATCH = 64
+_BAR = 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The subcommands."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("stat", help="figures of the decision table")
+    show = actions.add_parser("show", help="decisions as JSON")
+    show.add_argument("keys", nargs="*", metavar="KEY", help="beginnings of keys in hex; none: all")
+    export = actions.add_parser("export", help="write all decisions, a line of JSON each")
+    export.add_argument("file", metavar="FILE")
+    importing = actions.add_parser("import", help="add what a file holds; the first decision wins")
+    importing.add_argument("file", metavar="FILE")
+    warm = actions.add_parser("warm", help="compute what a file asks, unless it is decided")
+    warm.add_argument("file", metavar="FILE", help="lines of {state, questions}")
+    warm.add_argument(
+        "--with",
+        dest="compute",
+        required=True,
+        metavar="MODULE:NAME",
+        help="what answers: a function of (state, questions), or an object with `predict`",
+    )
+    warm.add_argument("--fingerprint", help="stands for the model in every key; default: the model's own")
+    warm.add_argument("--ttl", type=float, metavar="S", help="seconds that they live; default: for ever")
+    delete = actions.add_parser("delete", help="forget decisions, for everybody")
+    delete.add_argument("keys", nargs="+", metavar="KEY", help="beginnings of keys in hex")
+    actions.add_parser("prune", help="remove what has expired")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what was asked. Raises NoCoordinator where there is no table."""
+    with contextlib.closing(SharedStore(arguments.namespace)) as store:
+        return _ACTIONS[arguments.action](store, arguments)
+
+
+def _stat(store: SharedStore, arguments: argparse.Namespace) -> int:
+    figures = store.stats()
+    if arguments.json:
+        print(json.dumps(figures))
+        return 0
+    durability = (
+        "memory: it may decide again after a crash",
+        "commit: survives any kill",
+        "full: survives power loss",
+    )
+    for name, value in figures.items():
+        shown = durability[value] if name == "durability" else f"{value:,}"
+        print(f"{name:<18} {shown}")
+    return 0
+
+
+def _show(store: SharedStore, arguments: argparse.Namespace) -> int:
+    shown = 0
+    for decision in _chosen(store, arguments.keys):
+        print(json.dumps(_line(decision)))
+        shown += 1
+    return 0 if shown or not arguments.keys else 1
+
+
+def _chosen(store: SharedStore, beginnings: list[str]) -> Iterator[Decision]:
+    """Decisions whose key in hex begins with one of these; all where there is none. Raises ConfigError."""
+    for beginning in beginnings:
+        if not set(beginning) <= set("0123456789abcdef"):
+            raise ConfigError(f"{beginning!r} is no beginning of a key: write hexadecimal digits")
+    for decision in store.decisions():
+        if not beginnings or decision.key.hex().startswith(tuple(beginnings)):
+            yield decision
+
+
+def _line(decision: Decision) -> dict[str, Any]:
+    try:
+        result = decode_value(decision.value)
+    except CorruptDecision as error:
+        result = {"error": str(error)}
+    return {
+        "key": decision.key.hex(),
+        "result": result,
+        "expires": decision.expires_unix_s,
+        "written": decision.written_unix_s,
+    }
+
+
+def _export(store: SharedStore, arguments: argparse.Namespace) -> int:
+    count = 0
+    with _opened(arguments.file, "w") as stream:
+        for decision in store.decisions():
+            stream.write(json.dumps(_line(decision), ensure_ascii=False) + "\n")
+            count += 1
+    return _say(arguments, exported=count)
+
+
+def _import(store: SharedStore, arguments: argparse.Namespace) -> int:
+    counts = {"added": 0, "held": 0, "refused": 0}
+    items: list[Item] = []
+    for number, line in _lines(arguments.file):
+        item = _item(line)
+        if item is None:
+            print(f"line {number} is left out: not a decision, or expired", file=sys.stderr)
+            counts["refused"] += 1
+        else:
+            items.append(item)
+    for start in range(0, len(items), _BATCH):
+        batch = items[start : start + _BATCH]
+        for (_key, value, _expires), first in zip(batch, store.add_many(batch), strict=True):
+            counts["added" if first == value else "held"] += 1
+    return _say(arguments, **counts)
+
+
+def _item(line: Any) -> Item | None:
+    """A line of an export as an item to add; None where it is none any more."""
+    try:
+        key, expires = bytes.fromhex(line["key"]), line["expires"]
+        is_alive = expires is None or expires > time.time()
+        return (key, encode(line["result"]), expires) if len(key) == KEY_BYTES and is_alive else None
+    except (KeyError, TypeError, ValueError, NotStorable):
+        return None
+
+
+def _delete(store: SharedStore, arguments: argparse.Namespace) -> int:
+    keys = [decision.key for decision in _chosen(store, arguments.keys)]
+    return _say(arguments, deleted=sum(store.delete(key) for key in keys))
+
+
+def _prune(store: SharedStore, arguments: argparse.Namespace) -> int:
+    return _say(arguments, pruned=store.prune())
+
+
+def _warm(_store: SharedStore, arguments: argparse.Namespace) -> int:
+    model, compute = _answerer(arguments.compute)
+    requests = [request for _, request in _lines(arguments.file)]
+    cache = DecisionCache(namespace=arguments.namespace, fingerprint=arguments.fingerprint, ttl=arguments.ttl)
+    failed = 0
+    with cache, _progress(len(requests)) as done:
+        for request in requests:
+            try:
+                cache.get_or_compute(model, request["state"], request["questions"], compute)
+            except Exception as error:
+                print(f"\n{error!r}", file=sys.stderr)
+                failed += 1
+            done()
+        info = cache.cache_info()
+    return _say(arguments, computed=info["misses"] - failed, known=info["hits"], failed=failed)
+
+
+def _answerer(name: str) -> tuple[Any, Callable[[Any, Any], Any]]:
+    """What stands for the model in keys, and the function that answers. Raises ConfigError."""
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--with {name}: {error}") from error
+    predict = getattr(found, "predict", None)
+    return (name, found) if predict is None else (found, predict)
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, where somebody looks at it."""
+    count = 0
+    shows = sys.stderr.isatty()
+
+    def done() -> None:
+        nonlocal count
+        count += 1
+        if shows:
+            filled = _BAR * count // total
+            print(
+                f"\r[{'#' * filled}{'.' * (_BAR - filled)}] {count:,} of {total:,}", end="", file=sys.stderr
+            )
+
+    yield done
+    if shows and total:
+        print(file=sys.stderr)
+
+
+def _lines(file: str) -> Iterator[tuple[int, Any]]:
+    """Numbered lines of JSON. Raises ConfigError for what is none."""
+    with _opened(file, "r") as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except ValueError as error:
+                    raise ConfigError(f"{file}, line {number}: {error}") from error
+
+
+@contextlib.contextmanager
+def _opened(file: str, mode: Literal["r", "w"]) -> Iterator[TextIO]:
+    if file == "-":
+        yield sys.stdin if mode == "r" else sys.stdout
+        return
+    try:
+        with Path(file).open(mode, encoding="utf-8") as stream:
+            yield stream
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+
+
+def _say(arguments: argparse.Namespace, **counts: int) -> int:
+    """The counts, for people or as JSON; 1 if something failed."""
+    if arguments.json:
+        print(json.dumps(counts))
+    else:
+        text = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+        print(text, file=sys.stderr if getattr(arguments, "file", "") == "-" else sys.stdout)
+    return 1 if counts.get("failed") else 0
+
+
+_ACTIONS: dict[str, Callable[[SharedStore, argparse.Namespace], int]] = {
+    "stat": _stat,
+    "show": _show,
+    "export": _export,
+    "import": _import,
+    "warm": _warm,
+    "delete": _delete,
+    "prune": _prune,
+}
