@@ -34,7 +34,7 @@ import msgspec
 from shmcache import kvc, protocol, shm
 from shmcache.config import check_namespace
 from shmcache.connection import FAULTS, Connection, Head
-from shmcache.errors import ConfigError, CorruptSlab, NoCoordinator, OutOfSpace
+from shmcache.errors import ConfigError, CorruptSlab, OutOfSpace
 from shmcache.index import Found
 from shmcache.key import PrefixWalk, RowAddress
 from shmcache.protocol import Plan, Tier, Verdict, VerdictKind
@@ -184,8 +184,7 @@ class Slab:
         try:
             # Stated first, looked at then: a coordinator that has come since has counted these bytes, or
             # is seen here, and may have granted them to somebody else (I4).
-            if not self._cache.connection.is_epoch(self._granted.epoch):
-                raise NoCoordinator(self._cache.connection.names.namespace)
+            self._cache.connection.check_epoch(self._granted.epoch)
             self._unnamed = UnnamedSlab(self._cache.in_fd(), self._plan.payload_offset, size_bytes)
         except BaseException:
             self._cache.connection.hold_unnamed(-size_bytes)

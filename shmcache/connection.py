@@ -152,9 +152,10 @@ class Connection:
         """The epoch that this process reads; 0 without one."""
         return self._view.epoch if self._view is not None else 0
 
-    def is_epoch(self, epoch: int) -> bool:
-        """Whether this is the epoch still, read from the control page just now."""
-        return self._control is not None and self._control.words[EPOCH_WORD] == epoch
+    def check_epoch(self, epoch: int) -> None:
+        """Raises NoCoordinator where this is not the epoch any more, read from the page just now."""
+        if self._control is None or self._control.words[EPOCH_WORD] != epoch:
+            raise NoCoordinator(self.names.namespace)
 
     @property
     def page(self) -> WorkerPage | None:

@@ -137,6 +137,7 @@ class Coordinator:
         self._epoch = epoch
         self._forget = forget
         self._unnamed_bytes = unnamed_bytes
+        self._held: dict[int, int] = {}
         self._held_before: dict[int, int] = {}
         self._reservations = Reservations()
         self._order = UseOrder(index.slots, len(Tier))
@@ -161,9 +162,11 @@ class Coordinator:
         else:
             match request:
                 case Reserve():
+                    self._note_held()
                     state = self._tiers.get(request.plans[0].tier) if request.plans else None
                     self._answer_when_room(request, Reserved(self._reserve(request)), state)
                 case Extend():
+                    self._note_held()
                     held = self._reservations.by_token(request.token)
                     state = self._tiers[held.plan.tier] if held is not None else None
                     self._answer_when_room(request, Reserved([self._extend(request)]), state)
@@ -255,6 +258,7 @@ class Coordinator:
         self._wait_for(request, request.token)
         if reservation is None or reservation.client != request.client:
             # Of a coordinator before us: the name in `in/` speaks for itself.
+            self._note_held()
             self._adopt_orphans()
             if self._reservations.by_token(request.token) is None:
                 self._wake(request.token, Outcome(self._index.get(request.key) is not None))
@@ -301,6 +305,7 @@ class Coordinator:
             del self._parked[place]
         for reservation in self._reservations.of_client(client):
             self._let_go(reservation, "its owner is gone")
+        self._note_held(gone=client)
         self._adopt_orphans()
         return self._take_replies()
 
@@ -325,7 +330,7 @@ class Coordinator:
     def adopt(self, now: Now) -> int:
         """At start: enter every slab that validates, in order of last use; returns how many."""
         self._now = now
-        self._held_before = dict(self._unnamed_bytes())
+        self._look_at_held()
         for state in self._tiers.values():
             slabs: list[Slab] = []
             for entry in state.lane.tier.scan():
@@ -349,9 +354,19 @@ class Coordinator:
         self._adopt_orphans()
         return len(self._index)
 
+    def announced(self) -> None:
+        """Our epoch can be seen: what workers hold now is all that they hold for another.
+
+        Who was granted something by the coordinator before us states it first and looks at the epoch then
+        (client.Slab): he either is among these, or sees us and lets go.
+        """
+        self._look_at_held()
+        self._adopt_orphans()
+
     def sweep(self, now: Now) -> list[Reply]:
         """Every 30 s: take what waits in `in/`, and compare each directory with the index."""
         self._now = now
+        self._note_held()
         for state in self._tiers.values():
             for handover in state.lane.tier.handed_over():
                 reservation = self._reservations.by_token(handover.token)
@@ -364,7 +379,7 @@ class Coordinator:
     def tick(self, now: Now, now_s: float) -> list[Reply]:
         """A few times a second: lanes that are late, outcomes, a slice of a survey."""
         self._now = now
-        self._unreserved_bytes()
+        self._note_held()
         for state in self._tiers.values():
             before = state.lane.state
             state.lane.look(now_s)
@@ -702,21 +717,33 @@ class Coordinator:
         return free_bytes if state.staging_bytes else free_bytes - self._unreserved_bytes()
 
     def _unreserved_bytes(self) -> int:
-        """Bytes in /dev/shm that workers hold for reservations of a coordinator before us.
-
-        A worker states one sum. What it held when we came counts beside what we have granted since, until
-        the sum has fallen below it, which it does between two requests.
-        """
+        """Bytes in /dev/shm that workers hold for reservations of a coordinator before us."""
         charged: dict[int, int] = {}
         for reservation in self._reservations:
             charged[reservation.client] = charged.get(reservation.client, 0) + reservation.charged_bytes
-        held = self._unnamed_bytes()
-        before = {client: min(size, held.get(client, 0)) for client, size in self._held_before.items()}
-        self._held_before = {client: size for client, size in before.items() if size}
         return sum(
             max(self._held_before.get(client, 0), size - charged.get(client, 0))
-            for client, size in held.items()
+            for client, size in self._held.items()
         )
+
+    def _look_at_held(self) -> None:
+        """All that workers hold is of a coordinator before us."""
+        self._note_held()
+        self._held_before = dict(self._held)
+
+    def _note_held(self, gone: int | None = None) -> None:
+        """What workers, but for one that is gone, hold without a name just now.
+
+        A worker states one sum. What it held when we came counts beside what we have granted since, until
+        the sum has fallen below it, which it does between two requests. What it states no more it has
+        freed, or named: then nobody was charged for it, and it is adopted before anything is granted.
+        """
+        self._held = {client: size for client, size in self._unnamed_bytes().items() if client != gone}
+        before = {client: min(size, self._held.get(client, 0)) for client, size in self._held_before.items()}
+        has_fallen = before != self._held_before
+        self._held_before = {client: size for client, size in before.items() if size}
+        if has_fallen:
+            self._adopt_orphans()
 
     def _protected(self) -> set[int]:
         """Slots of all rows that a live reservation extends, and of their ancestors (I3)."""

@@ -254,6 +254,7 @@ class Server:
         self._publish_statistics()
         self._index.set_stat("started_unix_s", _now().unix_s)
         self._control.open_epoch(epoch, LAYOUT, _now().unix_s)
+        self._coordinator.announced()
         self._clients.wake_all()
         self._remove_older(epoch)
         self._ready = (
