@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -264,3 +267,17 @@ def test_a_lost_redis_degrades_to_the_local_store_and_is_offered_what_was_decide
     redis_server.stop()
     assert store.get(OTHER)[0] == b"theirs", "the remote's value replaced the local one"
     redis_server.start()
+
+
+def test_the_redis_example_replays_on_the_second_machine(redis_server: RedisServer) -> None:
+    example = Path(__file__).parents[2] / "examples" / "decision_store_redis.py"
+    output = subprocess.run(
+        [sys.executable, example],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "REDIS_URL": redis_server.url},
+    ).stdout
+    times = [float(word) for word in re.findall(r"refund in ([\d.]+) ms", output)]
+    assert times[0] >= 500 > times[1]
+    assert "decisions in Redis: 1" in output
