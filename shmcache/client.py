@@ -34,7 +34,7 @@ import msgspec
 from shmcache import kvc, protocol, shm
 from shmcache.config import check_namespace
 from shmcache.connection import FAULTS, Connection, Head
-from shmcache.errors import ConfigError, CorruptSlab, OutOfSpace
+from shmcache.errors import ConfigError, CorruptSlab, ForeignObject, NoCoordinator, OutOfSpace
 from shmcache.index import Found
 from shmcache.key import PrefixWalk, RowAddress
 from shmcache.protocol import Plan, Tier, Verdict, VerdictKind
@@ -50,6 +50,7 @@ RESERVE_TIMEOUT_MS = 250
 
 _ANSWER_NS = 2_000_000_000
 _IDLE_S = 0.5
+_BAD_WORDS = 1000  # publications that did not verify, remembered until so many are
 _VERDICT_COUNTERS: dict[VerdictKind, str] = {
     "present": "save_present",
     "held": "save_held",
@@ -131,6 +132,7 @@ class Slab:
         self._token = granted.token
         self._forget = forget
         self._ready = threading.Event()
+        self._handed_over = False
         self._ended = threading.Event()
         self._unnamed: UnnamedSlab | None = None
         self._payload_bytes = 0
@@ -143,7 +145,8 @@ class Slab:
             OutOfSpace: /dev/shm or the tier's budget has no room; the reservation is given back.
         """
         self._ready.wait()
-        if self._unnamed is not None and payload_bytes > self._plan.payload_bytes:
+        slab_bytes = self._plan.payload_offset + payload_bytes
+        if self._unnamed is not None and slab_bytes > self._unnamed.charged_bytes:
             self._grow(payload_bytes)
         if self._unnamed is None:
             self._cache.count("save_dropped_no_space")
@@ -154,6 +157,7 @@ class Slab:
 
     def save(self, meta: kvc.Meta, pieces: Sequence[kvc.Piece], token_ids: memoryview) -> None:
         """The payload is written: sum it, name it and hand it over, on the helper thread."""
+        self._handed_over = True
         self._cache.count("save_handed_over")
         self._cache.do(lambda: self._hand_over(meta, pieces, token_ids))
 
@@ -163,7 +167,7 @@ class Slab:
 
     def cancel(self) -> None:
         """Give the reservation back without waiting. Once handed over, or ended, it does nothing."""
-        if not self._ended.is_set():
+        if not self._handed_over and not self._ended.is_set():
             self._ended.set()
             self._cache.count("save_dropped_cancelled")
             self._cache.do(self._give_back)
@@ -182,13 +186,17 @@ class Slab:
         size_bytes = self._plan.payload_offset + payload_bytes
         self._cache.connection.hold_unnamed(size_bytes)
         try:
-            # Stated first, looked at then: a coordinator that has come since has counted these bytes, or
-            # is seen here, and may have granted them to somebody else (I4).
-            self._cache.connection.check_epoch(self._granted.epoch)
-            self._unnamed = UnnamedSlab(self._cache.in_fd(), self._plan.payload_offset, size_bytes)
+            self._unnamed = self._allocated(size_bytes)
         except BaseException:
             self._cache.connection.hold_unnamed(-size_bytes)
             raise
+
+    def _allocated(self, size_bytes: int) -> UnnamedSlab:
+        # Stated first, looked at then: a coordinator that has come since has counted these bytes, or is
+        # seen here, and may have granted them to somebody else (I4).
+        if not self._cache.connection.is_epoch(self._granted.epoch):
+            raise NoCoordinator(self._cache.connection.names.namespace)
+        return UnnamedSlab(self._cache.in_fd(), self._plan.payload_offset, size_bytes)
 
     def _grow(self, payload_bytes: int) -> None:
         """The state is longer than planned: ask for the bytes, then make the slab anew."""
@@ -197,7 +205,7 @@ class Slab:
             lambda head: protocol.Extend(**head, token=self._token, slab_bytes=slab_bytes),
             RESERVE_TIMEOUT_MS * 1_000_000,
         )
-        self._let_go_of_bytes()
+        self.let_go_of_bytes()
         if isinstance(answer, protocol.Reserved) and answer.verdicts[0].kind == "granted":
             try:
                 self._make(payload_bytes)
@@ -206,17 +214,21 @@ class Slab:
 
     def _hand_over(self, meta: kvc.Meta, pieces: Sequence[kvc.Piece], token_ids: memoryview) -> None:
         handover = HandOver(meta.key, self._token, self._forget)
-        assert self._unnamed is not None
+        unnamed = self._unnamed
+        if unnamed is None:
+            self._ended.set()  # The cache was closed in between.
+            return
         try:
-            self._unnamed.finish(meta, pieces, token_ids, self._payload_bytes)
-            self._unnamed.link(self._cache.in_fd(), handover.name)
-        except FAULTS as error:
+            unnamed.finish(meta, pieces, token_ids, self._payload_bytes)
+            unnamed.link(self._cache.in_fd(), handover.name)
+        except Exception as error:
+            # Whatever is wrong with what is to be saved costs that save alone.
             self._cache.connection.fault("save", error)
             self._cache.count("save_dropped_failed")
             self._give_back()
             return
         finally:
-            self._let_go_of_bytes()
+            self.let_go_of_bytes()
             self._cache.connection.progress()
         answer = self._cache.connection.ask(
             lambda head: protocol.Written(**head, token=self._token, key=meta.key), _ANSWER_NS
@@ -226,11 +238,12 @@ class Slab:
         self._ended.set()
 
     def _give_back(self) -> None:
-        self._let_go_of_bytes()
+        self.let_go_of_bytes()
         self._ended.set()
         self._cache.connection.give_back([self._token])
 
-    def _let_go_of_bytes(self) -> None:
+    def let_go_of_bytes(self) -> None:
+        """Free what has no name yet; whoever still has a view of it keeps the pages."""
         unnamed, self._unnamed = self._unnamed, None
         if unnamed is not None:
             unnamed.close()
@@ -252,6 +265,8 @@ class Cache:
         self._kept = KeptSlabs(self._kept_mapping_bytes)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._helper: threading.Thread | None = None
+        self._slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
+        self._bad_words: set[int] = set()
         self._buffers = ReadBuffers()
         self._in_fd = -1
         self._in_path = Path()
@@ -300,12 +315,17 @@ class Cache:
         kept = self._kept.get(found.key, found.word)
         if kept is not None:
             return Hit(self, found, kept)
+        if found.word in self._bad_words:
+            return None
         try:
             slab = self._read(found) if found.row.tier == Tier.DISK else self._map(found)
         except FileNotFoundError:
-            return None  # Evicted since the index was read: a miss.
-        except CorruptSlab as error:
-            self.count("corrupt_rows")
+            # A row leaves before its file does: one that is still there has lost it some other way.
+            if self._is_published(found):
+                self._drop(found, "its file is gone")
+            return None
+        except (CorruptSlab, ForeignObject) as error:
+            self.count("corrupt_rows" if isinstance(error, CorruptSlab) else "foreign_objects")
             self._drop(found, str(error))
             return None
         except FAULTS as error:
@@ -341,10 +361,19 @@ class Cache:
         self.count("read_slabs")
         return slab
 
+    def _is_published(self, found: Found) -> bool:
+        reader = self.connection.reader()
+        again = reader.get(found.row.key) if reader is not None else None
+        return again is not None and again.word == found.word
+
     def _drop(self, found: Found, why: str) -> None:
         key = found.row.key
         with self._lock:
             self._kept.let_go(key)
+            # Until the coordinator has heard of it, and while there is none, nobody here tries it again.
+            if len(self._bad_words) >= _BAD_WORDS:
+                self._bad_words.clear()
+            self._bad_words.add(found.word)
         self.connection.tell(lambda head: protocol.Drop(**head, key=key, word=found.word, why=why[:200]))
 
     # ---- SAVE
@@ -357,6 +386,7 @@ class Cache:
             base: key of the row that was used.
             forget: the forget number under which the sequence began.
         """
+        self.progress()  # it has not moved while it had nothing to do, and is not stuck for that
         epoch = 0
 
         def make(head: Head) -> protocol.Reserve:
@@ -372,6 +402,7 @@ class Cache:
         for plan, verdict in zip(plans, answer.verdicts, strict=True):
             if verdict.kind == "granted":
                 slab = Slab(self, plan, Granted(verdict.token, epoch), forget)
+                self._slabs.add(slab)
                 self.do(slab.prepare)
                 slabs.append(slab)
             else:
@@ -443,23 +474,29 @@ class Cache:
     def _start_helper(self) -> None:
         with self._lock:
             if self._helper is None:
-                self._helper = threading.Thread(target=self._help, name="shmcache-helper", daemon=True)
+                self._helper = threading.Thread(
+                    target=self._help, args=(self._jobs,), name="shmcache-helper", daemon=True
+                )
                 self._helper.start()
 
-    def _help(self) -> None:
+    def _help(self, jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=_IDLE_S)
+                job = jobs.get(timeout=_IDLE_S)
             except queue.Empty:
-                self._let_go_of_what_left()
-                self.connection.send_again()
-                continue
+                job = self._look_round
             if job is None:
                 return
             try:
                 job()
-            except FAULTS as error:
+            except Exception as error:
+                # Whoever waits for the next job must not wait for ever.
                 self.connection.fault("helper", error)
+
+    def _look_round(self) -> None:
+        """Twice a second while there is nothing to do."""
+        self.connection.send_again()
+        self._let_go_of_what_left()
 
     def _let_go_of_what_left(self) -> None:
         """Also an idle worker gives evicted bytes back: what is unlinked and mapped still costs."""
@@ -481,6 +518,8 @@ class Cache:
             self._jobs.put(None)
             self._helper.join(timeout_ms / 1000)
         with self._lock:
+            for slab in list(self._slabs):
+                slab.let_go_of_bytes()
             self._kept.clear()
             if self._in_fd >= 0:
                 os.close(self._in_fd)
@@ -491,6 +530,8 @@ class Cache:
         """In the child: no helper, no mappings; it attaches anew at its first call."""
         self._lock = threading.Lock()
         inherited_fd = self._in_fd
+        for slab in list(self._slabs):
+            slab.let_go_of_bytes()
         self._kept.clear()
         self._start_over()
         if inherited_fd >= 0:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import queue
 import random
 import threading
 import time
@@ -70,7 +69,10 @@ class Head(TypedDict):
 
 
 class _View:
-    """One epoch's index and decisions, mapped; readers for each thread, because readers keep counts."""
+    """One epoch's index and decisions, mapped; readers for each thread, because readers keep counts.
+
+    Nobody closes it: another thread may be about to read. The mappings go with the last reference.
+    """
 
     def __init__(self, epoch: int, mapping: shm.Mapping, decisions: shm.Mapping) -> None:
         self.epoch = epoch
@@ -94,10 +96,6 @@ class _View:
             reader = self._local.decisions = TableReader(self._decisions.bytes, ring)
         return reader
 
-    def close(self) -> None:
-        self._mapping.close()
-        self._decisions.close()
-
 
 class Connection:
     """One process's link to a namespace's coordinator. Making one never fails and looks at nothing."""
@@ -120,9 +118,8 @@ class Connection:
         self._faults_logged: set[tuple[str, type]] = set()
         self._request_ids = itertools.count(1)
         self._cancels: deque[tuple[list[int], int]] = deque()
-        self._mailboxes: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for mailbox in range(MAILBOXES):
-            self._mailboxes.put(mailbox)
+        # The one used last is used next: each costs the coordinator a descriptor from its first use on.
+        self._mailboxes = list(reversed(range(MAILBOXES)))
 
     # ---- reading
 
@@ -152,10 +149,9 @@ class Connection:
         """The epoch that this process reads; 0 without one."""
         return self._view.epoch if self._view is not None else 0
 
-    def check_epoch(self, epoch: int) -> None:
-        """Raises NoCoordinator where this is not the epoch any more, read from the page just now."""
-        if self._control is None or self._control.words[EPOCH_WORD] != epoch:
-            raise NoCoordinator(self.names.namespace)
+    def is_epoch(self, epoch: int) -> bool:
+        """Whether this is the epoch still, read from the control page just now."""
+        return self._control is not None and self._control.words[EPOCH_WORD] == epoch
 
     @property
     def page(self) -> WorkerPage | None:
@@ -185,7 +181,7 @@ class Connection:
                 self._make_page()
             except FAULTS as error:
                 self.fault("attach", error)
-                self._drop_view()
+                self._view = None
             if self._view is None:
                 self._look_again_ns = now_ns + _LOOK_AGAIN_NS
                 return None
@@ -198,7 +194,7 @@ class Connection:
             epoch = self._control.epoch(LAYOUT)
             if self._view is not None and self._view.epoch == epoch:
                 return
-            self._drop_view()
+            self._view = None
             if epoch == 0:
                 return
             try:
@@ -217,11 +213,7 @@ class Connection:
             self._page = WorkerPage(self.names, self.client)
             for name, index in COUNTER_INDEX.items():
                 self._page.count(name, self._counts[index])
-
-    def _drop_view(self) -> None:
-        view, self._view = self._view, None
-        if view is not None:
-            view.close()
+            self._page.words[Word.UNNAMED] = self._unnamed_bytes
 
     # ---- counting
 
@@ -252,7 +244,8 @@ class Connection:
     def hold_unnamed(self, by_bytes: int) -> None:
         """State how many bytes without a name this worker holds."""
         with self._lock:
-            self._unnamed_bytes += by_bytes
+            # A slab of before a close or a fork gives back what this page has never stated.
+            self._unnamed_bytes = max(0, self._unnamed_bytes + by_bytes)
             if self._page is not None:
                 self._page.words[Word.UNNAMED] = self._unnamed_bytes
 
@@ -283,8 +276,8 @@ class Connection:
         deadline_ns = time.monotonic_ns() + timeout_ns
         self.send_again()
         try:
-            mailbox = self._mailboxes.get_nowait()
-        except queue.Empty:
+            mailbox = self._mailboxes.pop()
+        except IndexError:
             self.count("save_dropped_queue_full")
             return None
         try:
@@ -295,7 +288,7 @@ class Connection:
             self.fault("ask", error)
             return None
         finally:
-            self._mailboxes.put(mailbox)
+            self._mailboxes.append(mailbox)
         return None if isinstance(reply, Stale) else reply
 
     def tell(self, make: Callable[[Head], AnyRequest], timeout_ns: int = 0) -> bool:
@@ -318,19 +311,24 @@ class Connection:
         sent = self._send(make, mailbox, deadline_ns)
         if sent is None:
             return None
-        while (now_ns := time.monotonic_ns()) < deadline_ns:
-            until_ns = min(deadline_ns, now_ns + _LOOK_AT_LOCK_NS)
-            body = worker_page.wait(mailbox, sent["request"], until_ns)
-            if body is not None:
-                return _decoded(body)
-            if not control.coordinator_lives():
-                return None
-            if (epoch := control.words[EPOCH_WORD]) != sent["epoch"]:
-                # Killed and started again between two looks: the new one knows nothing of us.
-                return Stale(epoch)
-        # If this was a Reserve, it may be granted yet: nobody would know of what it holds.
-        self.give_back([], sent["request"])
-        return None
+        is_over = False
+        try:
+            while (now_ns := time.monotonic_ns()) < deadline_ns:
+                until_ns = min(deadline_ns, now_ns + _LOOK_AT_LOCK_NS)
+                body = worker_page.wait(mailbox, sent["request"], until_ns)
+                epoch = control.words[EPOCH_WORD]
+                is_over = body is not None or not control.coordinator_lives() or epoch != sent["epoch"]
+                if body is not None:
+                    return _decoded(body)
+                if is_over:
+                    # Killed and started again between two looks, the next one knows nothing of us.
+                    return Stale(epoch) if epoch != sent["epoch"] else None
+            return None
+        finally:
+            # A signal handler's exception ends a wait as well. If this was a Reserve it may be granted
+            # yet, and nobody would know of what it holds.
+            if not is_over:
+                self.give_back([], sent["request"])
 
     def give_back(self, tokens: list[int], asked: int = 0) -> None:
         """Cancel reservations, by token or by the request that asked for them (protocol.Cancel).
@@ -357,16 +355,19 @@ class Connection:
         Not to a coordinator that is down: nobody would answer, and its queue would be full of the past.
         """
         control = self._control if self.reader() is not None else None
-        if control is None or self._view is None or not control.coordinator_lives():
-            self.count("save_dropped_no_coordinator")
+        view = self._view
+        if control is None or view is None or not control.coordinator_lives():
+            if mailbox != NO_MAILBOX:
+                self.count("save_dropped_no_coordinator")
             return None
         with self._lock:
             if self._queue is None:
                 self._queue = RequestQueue(self.names)
             request = next(self._request_ids)
-        head = Head(epoch=self._view.epoch, client=self.client, mailbox=mailbox, request=request)
+        head = Head(epoch=view.epoch, client=self.client, mailbox=mailbox, request=request)
         if not self._queue.send(protocol.encode(make(head)), deadline_ns):
-            self.count("save_dropped_queue_full")
+            if mailbox != NO_MAILBOX:
+                self.count("save_dropped_queue_full")
             return None
         return head
 
@@ -375,7 +376,7 @@ class Connection:
     def close(self) -> None:
         """Leave: the page's lock goes last, and with it all that this process still held."""
         with self._lock:
-            self._drop_view()
+            self._view = None
             if self._queue is not None:
                 self._queue.close()
             if self._page is not None:
@@ -387,7 +388,7 @@ class Connection:
     def after_fork(self) -> None:
         """In the child: the parent's lock, page and mailboxes stay the parent's."""
         self._lock = threading.RLock()
-        inherited = (self._view, self._queue, self._control)
+        inherited = (self._queue, self._control)
         worker_page = self._page
         self._start_over()
         if worker_page is not None:

@@ -105,6 +105,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from mmap import mmap
 from typing import Self
+from weakref import ref
 
 import msgspec
 from crc32c import crc32c
@@ -337,27 +338,33 @@ class IndexReader:
         find, raw, words = self._find, self._raw, self._row_words
         buckets, rows_at = self._rows.buckets, self._rows.entries
         sum_of, first_place, found_as, key_part = crc32c, _first_place, Found, _KEY
+        # Not self: a circle would keep the mapping of an old epoch until the next garbage collection.
+        owner = ref(self)
 
         def get(key: bytes) -> Found | None:
             tag, first = first_place(key)
             bucket = first % buckets * 8
             slot = find(tag, bucket, bucket + 8)  # 1
             if slot < 0:
-                self._second_probes += 1
+                reader = owner()
+                assert reader is not None
+                reader._second_probes += 1
                 _, _, second = _places(key)
                 bucket = second % buckets * 8
                 slot = find(tag, bucket, bucket + 8)
                 if slot < 0:
-                    if self._header[_REPLACEMENTS_WORD] == self._replacements:  # 7
+                    if reader._header[_REPLACEMENTS_WORD] == reader._replacements:  # 7
                         return None
-                    return self._search(key, is_retry=True)
+                    return reader._search(key, is_retry=True)
             word = words[slot]  # 2
             entry = slot * 128 + rows_at
             image = raw[entry : entry + 128]  # 3
             if not sum_of(image) and words[slot] == word and image[key_part] == key and word:  # 4, 5, 6
                 return found_as(image, slot, word)
             is_another = not word or (not sum_of(image) and words[slot] == word)
-            return self._search(key, is_retry=not is_another)
+            reader = owner()
+            assert reader is not None
+            return reader._search(key, is_retry=not is_another)
 
         return get
 
