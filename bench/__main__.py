@@ -12,7 +12,7 @@ import sys
 import bench
 from bench.harness import run
 
-_NOT_BENCHES = {"__main__", "harness", "states"}
+_NOT_BENCHES = {"__main__", "harness", "hits", "states"}
 
 
 def names() -> list[str]:

@@ -5,6 +5,7 @@ transaction of its own, because ours sees every publication at once as well. Sam
 same size (128 bytes).
 
     reader_get_vs_lmdb              word, body, check, word; 100,000 rows; random keys
+    whole_hit_vs_lmdb, _vs_sqlite   a hit as a worker has it (bench.hits)
     hit_growth_vs_lmdb_growth       the same at a million rows ÷ the same at a thousand
     hit_p99_under_churn_vs_idle     one hit's p99 while another process publishes 2,000 rows a second
     two_readers_vs_one              lookups a second of two processes ÷ those of one
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import lmdb
 
+from bench import hits
 from bench.harness import Options, Row, compared, percentile, typical
 from shmcache import index
 from shmcache.shm import SHM_ROOT, Mapping
@@ -44,6 +46,7 @@ def rows(options: Options) -> Iterable[Row]:
             yield _get(pair, options)
             yield _two_readers(pair, options)
         yield _p99(directory, options)
+        yield from hits.rows(options, directory)
         with Pair(directory, SMALL) as small, Pair(directory, LARGE) as large:
             yield _growth(small, large, options)
 

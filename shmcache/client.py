@@ -21,6 +21,7 @@ Leaves out: what a state is, which rows are worth saving (workers, policy).
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import queue
 import threading
@@ -28,6 +29,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import msgspec
 
@@ -37,6 +39,7 @@ from shmcache.connection import FAULTS, Connection, Head
 from shmcache.errors import ConfigError, CorruptSlab, ForeignObject, NoCoordinator, OutOfSpace
 from shmcache.index import Found
 from shmcache.key import PrefixWalk, RowAddress
+from shmcache.page import COUNTER_INDEX
 from shmcache.protocol import Plan, Tier, Verdict, VerdictKind
 from shmcache.slab import KeptSlabs, MappedSlab, ReadBuffers, ReadSlab, UnnamedSlab
 from shmcache.tiers.base import HandOver, file_name
@@ -59,6 +62,10 @@ _VERDICT_COUNTERS: dict[VerdictKind, str] = {
     "forgotten": "save_dropped_stale",
     "tier_down": "save_dropped_tier_down",
 }
+
+
+HitCounter = Literal["hit_exact", "hit_partial"]
+_uses = itertools.count(1)  # of all rows in this process: next() is one step for all threads
 
 
 class SavePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,17 +104,17 @@ class CacheStatistics(msgspec.Struct, frozen=True):
 class Hit:
     """A published row whose text is a prefix of the prompt: mapped or read, and verified."""
 
-    __slots__ = ("_cache", "_slab", "found", "image")
-
     def __init__(self, cache: Cache, found: Found, slab: MappedSlab | ReadSlab) -> None:
-        self._cache = cache
         self._slab = slab
+        self._touch = found.touch
+        self._note = cache.connection.used
         self.found = found
         self.image = slab.image
 
-    def use(self, counter: str | None = None) -> None:
-        """Note that the row was restored, which keeps it warm; and count it, by a name of page.COUNTERS."""
-        self._cache.used(self.found, counter)
+    def use(self, counter: HitCounter | None = None) -> None:
+        """Note that the row was restored, which keeps it warm; and count the hit, if it is told how."""
+        self._slab.used = next(_uses)
+        self._note(self._touch, COUNTER_INDEX[counter] if counter is not None else None)
 
     def close(self) -> None:
         """The image is not looked at any more. A mapping stays with the cache, a buffer goes back."""
@@ -262,7 +269,7 @@ class Cache:
         _open_caches.add(self)
 
     def _start_over(self) -> None:
-        self._kept = KeptSlabs(self._kept_mapping_bytes)
+        self._kept: KeptSlabs[Hit] = KeptSlabs(self._kept_mapping_bytes)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._helper: threading.Thread | None = None
         self._slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
@@ -291,14 +298,13 @@ class Cache:
     def get(self, key: bytes) -> Hit | None:
         """The row of a key, mapped and verified, or None."""
         reader = self.connection.reader()
-        found = reader.get(key) if reader is not None else None
+        if reader is None:
+            return None
+        kept = self._kept.get(key)
+        if kept is not None and reader.holds(kept.found):
+            return kept
+        found = reader.get(key)
         return self._open(found) if found is not None else None
-
-    def used(self, found: Found, counter: str | None = None) -> None:
-        """Keep a row warm: its mapping here, its place at the coordinator (Hit.use)."""
-        with self._lock:
-            self._kept.warm(found.key)
-        self.connection.used(found.touch, counter)
 
     def drop(self, hit: Hit, why: str) -> None:
         """Forget a row that did not restore: everywhere, once, with one log line at the coordinator."""
@@ -312,13 +318,13 @@ class Cache:
             self.connection.state_mapped(self._kept.kept_bytes, self._kept.orphaned_bytes)
 
     def _open(self, found: Found) -> Hit | None:
-        kept = self._kept.get(found.key, found.word)
-        if kept is not None:
-            return Hit(self, found, kept)
+        kept = self._kept.get(found.key)
+        if kept is not None and kept.found.word == found.word:
+            return kept
         if found.word in self._bad_words:
             return None
         try:
-            slab = self._read(found) if found.row.tier == Tier.DISK else self._map(found)
+            return self._read(found) if found.row.tier == Tier.DISK else self._map(found)
         except FileNotFoundError:
             # A row leaves before its file does: one that is still there has lost it some other way.
             if self._is_published(found):
@@ -327,27 +333,26 @@ class Cache:
         except (CorruptSlab, ForeignObject) as error:
             self.count("corrupt_rows" if isinstance(error, CorruptSlab) else "foreign_objects")
             self._drop(found, str(error))
-            return None
         except FAULTS as error:
             self.connection.fault("map", error)
-            return None
-        return Hit(self, found, slab)
+        return None
 
-    def _map(self, found: Found) -> MappedSlab:
+    def _map(self, found: Found) -> Hit:
         row = found.row
         path = self.connection.tier_path(Tier(row.tier)) / file_name(row.key)
-        slab = MappedSlab(shm.Mapping.open(path), found.word)
+        slab = MappedSlab(shm.Mapping.open(path))
         if slab.image.meta.key != row.key:
             slab.close()
             raise CorruptSlab("the slab holds the row of another key")
         self.count("mapped_slabs")
+        hit = Hit(self, found, slab)
         with self._lock:
-            self._kept.put(row.key, slab)
+            self._kept.put(row.key, slab, hit)
             self.connection.state_mapped(self._kept.kept_bytes, self._kept.orphaned_bytes)
         self._start_helper()
-        return slab
+        return hit
 
-    def _read(self, found: Found) -> ReadSlab:
+    def _read(self, found: Found) -> Hit:
         key = found.row.key
         if self._disk is None:
             self._disk = disk_directory(self.connection.names)
@@ -359,7 +364,7 @@ class Cache:
         if slab.image.meta.key != key:
             raise CorruptSlab("the file holds the row of another key")
         self.count("read_slabs")
-        return slab
+        return Hit(self, found, slab)
 
     def _is_published(self, found: Found) -> bool:
         reader = self.connection.reader()
@@ -502,9 +507,8 @@ class Cache:
         """Also an idle worker gives evicted bytes back: what is unlinked and mapped still costs."""
         reader = self.connection.reader()
 
-        def has_left(key: bytes, word: int) -> bool:
-            found = reader.get(key) if reader is not None else None
-            return found is None or found.word != word
+        def has_left(hit: Hit) -> bool:
+            return reader is None or not reader.holds(hit.found)
 
         with self._lock:
             self._kept.let_go_where(has_left)

@@ -220,21 +220,22 @@ class Connection:
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter of page.COUNTERS (I4)."""
         with self._lock:
-            self._counts[COUNTER_INDEX[name]] += by
             if self._page is not None:
                 self._page.count(name, by)
+            else:
+                self._counts[COUNTER_INDEX[name]] += by
 
     def counters(self) -> dict[str, int]:
         """What this process has counted."""
+        if self._page is not None:
+            return self._page.counters()
         return dict(zip(COUNTERS, self._counts, strict=True))
 
-    def used(self, touch: int, counter: str | None) -> None:
-        """Note the use of a row (index.Found.touch), and count it where a counter is named."""
+    def used(self, touch: int, counter: int | None) -> None:
+        """Note the use of a row (index.Found.touch), and count it by a counter's number, if any."""
         with self._lock:
             if self._page is not None:
-                self._page.touch(touch)
-            if counter is not None:
-                self.count(counter)
+                self._page.use(touch, counter)
 
     def progress(self) -> None:
         """Say that this worker moves: an owner that does not for a minute counts as stuck."""

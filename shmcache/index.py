@@ -452,6 +452,10 @@ class IndexReader:
                 at = find(tag, at + 1, bucket + SLOTS)
         return -1, 0
 
+    def holds(self, found: Found) -> bool:
+        """Whether this very publication is still in its slot: one load, no search and no check."""
+        return self._row_words[found.slot] == found.word
+
     def at(self, slot: int) -> Found | None:
         """Return the row in a slot, or None: free, changing just now, or no such slot."""
         if not 0 <= slot < self._rows.slots:

@@ -119,6 +119,9 @@ class Word(IntEnum):
     DECISION_TOUCHES = 9
 
 
+_TOUCHES = int(Word.TOUCHES)  # plain ints: an enum's member costs as much as the store
+
+
 class _PageView:
     def __init__(self, mapping: Mapping, client: int) -> None:
         self.client = client
@@ -179,11 +182,14 @@ class WorkerPage(_PageView):
         """Add to a counter. The caller serialises threads (client)."""
         self.words[_COUNTER_WORD + COUNTER_INDEX[name]] += by
 
-    def touch(self, touch: int) -> None:
-        """Note the use of a row (index.Found.touch): the touch first, then the head that shows it."""
-        head = self.words[Word.TOUCHES]
-        self.words[_RING_WORD + head % RING_WORDS] = touch
-        self.words[Word.TOUCHES] = head + 1
+    def use(self, touch: int, counter: int | None) -> None:
+        """Note the use of a row: the touch (index.Found.touch), then the head that shows it; and count it."""
+        words = self.words
+        head = words[_TOUCHES]
+        words[_RING_WORD + head % RING_WORDS] = touch
+        words[_TOUCHES] = head + 1
+        if counter is not None:
+            words[_COUNTER_WORD + counter] += 1
 
     def decision_ring(self) -> tuple[memoryview, memoryview]:
         """The second ring's head and its words, for whoever reads decisions."""

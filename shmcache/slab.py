@@ -28,8 +28,8 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from crc32c import crc32c
 
@@ -97,13 +97,13 @@ class UnnamedSlab:
 class MappedSlab:
     """A published slab, mapped and verified. Views of it stay valid for as long as they exist.
 
-    word is the publication that it was mapped for (index.Found.word).
+    used says when it was used last, by a number that grows with each use.
     """
 
-    def __init__(self, mapping: Mapping, word: int = 0) -> None:
+    def __init__(self, mapping: Mapping) -> None:
         """Parse and sum. Raises CorruptSlab; the mapping is closed then."""
         self._mapping = mapping
-        self.word = word
+        self.used = 0
         self.size_bytes = mapping.bytes.nbytes
         try:
             self.image = kvc.parse(mapping.bytes)
@@ -144,6 +144,7 @@ class ReadSlab:
     def __init__(self, fd: int, buffers: ReadBuffers) -> None:
         """Read, parse and sum. Raises CorruptSlab, OSError."""
         self.size_bytes = os.fstat(fd).st_size
+        self.used = 0
         self._buffers = buffers
         self._buffer = buffers.take(self.size_bytes)
         with memoryview(self._buffer) as whole:
@@ -167,17 +168,23 @@ class ReadSlab:
         self._buffers.give_back(self._buffer)
 
 
-class KeptSlabs:
-    """The mappings that a worker keeps, by key, the one used last at the end.
+H = TypeVar("H")
+
+
+class KeptSlabs(Generic[H]):
+    """The mappings that a worker keeps, by key, each with whatever its owner hands out for it.
 
     get() may be called by any thread at any time; for the others the caller holds a lock.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._slabs: OrderedDict[bytes, MappedSlab] = OrderedDict()
+        self._handles: dict[bytes, H] = {}
+        self._slabs: dict[bytes, MappedSlab] = {}
         self._orphans: list[tuple[weakref.ref[mmap.mmap], int]] = []
         self.kept_bytes = 0
+        self.get = self._handles.get
+        """get(key): the handle of a mapping that is kept, or None. The dict's own: every hit asks."""
 
     @property
     def orphaned_bytes(self) -> int:
@@ -185,17 +192,7 @@ class KeptSlabs:
         self._orphans = [(orphan, size) for orphan, size in self._orphans if orphan() is not None]
         return sum(size for _orphan, size in self._orphans)
 
-    def get(self, key: bytes, word: int) -> MappedSlab | None:
-        """The mapping of this very publication, if it is kept."""
-        slab = self._slabs.get(key)
-        return slab if slab is not None and slab.word == word else None
-
-    def warm(self, key: bytes) -> None:
-        """Used just now: the last to be let go."""
-        if key in self._slabs:
-            self._slabs.move_to_end(key)
-
-    def put(self, key: bytes, slab: MappedSlab) -> None:
+    def put(self, key: bytes, slab: MappedSlab, handle: H) -> None:
         """Keep a mapping, and let go of those used longest ago where the limit asks for it.
 
         A slab larger than the limit is used once and not kept.
@@ -204,22 +201,24 @@ class KeptSlabs:
         if slab.size_bytes > self._limit_bytes:
             return
         while self.kept_bytes + slab.size_bytes > self._limit_bytes:
-            self.let_go(next(iter(self._slabs)))
+            self.let_go(min(self._slabs, key=lambda kept: self._slabs[kept].used))
         self._slabs[key] = slab
+        self._handles[key] = handle
         self.kept_bytes += slab.size_bytes
 
     def let_go(self, key: bytes) -> None:
         """Close one mapping, if it is kept."""
+        self._handles.pop(key, None)
         slab = self._slabs.pop(key, None)
         if slab is not None:
             self.kept_bytes -= slab.size_bytes
             if (orphan := slab.close()) is not None:
                 self._orphans.append((orphan, slab.size_bytes))
 
-    def let_go_where(self, has_left: Callable[[bytes, int], bool]) -> None:
+    def let_go_where(self, has_left: Callable[[H], bool]) -> None:
         """Close all mappings whose row has left the index."""
-        for key, slab in list(self._slabs.items()):
-            if has_left(key, slab.word):
+        for key, handle in list(self._handles.items()):
+            if has_left(handle):
                 self.let_go(key)
 
     def clear(self) -> None:

@@ -208,13 +208,13 @@ def test_what_is_counted_is_read_by_name(worker: WorkerPage, seen: ClientPage) -
 def test_touches_arrive_once_and_in_order(worker: WorkerPage, seen: ClientPage) -> None:
     assert seen.drain_touches() == []
     for touch in (5, 6, 1 << 63):
-        worker.touch(touch)
+        worker.use(touch, None)
     assert seen.drain_touches() == [5, 6, 1 << 63]
     assert seen.drain_touches() == []
 
 
 def test_touches_before_the_first_look_are_not_lost(space: Namespace, worker: WorkerPage) -> None:
-    worker.touch(9)
+    worker.use(9, None)
     with contextlib.closing(ClientPage(space.names, CLIENT)) as seen:
         assert seen.drain_touches() == [9]
         assert seen.touches_missed == 0
@@ -224,7 +224,7 @@ def test_a_ring_that_was_overrun_drops_the_oldest_and_says_how_many(
     worker: WorkerPage, seen: ClientPage
 ) -> None:
     for touch in range(RING_WORDS + 10):
-        worker.touch(touch)
+        worker.use(touch, None)
     kept = seen.drain_touches()
     assert kept == list(range(RING_WORDS + 10 - len(kept), RING_WORDS + 10))
     assert seen.touches_missed + len(kept) == RING_WORDS + 10
@@ -234,7 +234,7 @@ def test_what_is_overwritten_while_it_is_copied_is_missed_and_not_mistaken(
     worker: WorkerPage, seen: ClientPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for touch in range(RING_WORDS):
-        worker.touch(touch)
+        worker.use(touch, None)
     words = seen.words
     reads: list[int] = []
 
@@ -246,7 +246,7 @@ def test_what_is_overwritten_while_it_is_copied_is_missed_and_not_mistaken(
             if word != Word.TOUCHES and not reads:
                 reads.append(word)
                 for touch in range(1_000_000, 1_000_020):
-                    worker.touch(touch)
+                    worker.use(touch, None)
                 head = worker.words[Word.TOUCHES]
                 worker.words[4096 // 8 + head % RING_WORDS] = 2_000_000
             return value
@@ -435,7 +435,7 @@ def test_a_signal_handlers_exception_ends_a_wait_and_a_harmless_one_does_not(
 
 def test_decisions_have_a_ring_of_their_own(space: Namespace, worker: WorkerPage) -> None:
     with contextlib.closing(ClientPage(space.names, CLIENT)) as page:
-        worker.touch(1)
+        worker.use(1, None)
         head, touches = worker.decision_ring()
         for touch in range(RING_WORDS + 5):
             touches[touch % RING_WORDS] = touch

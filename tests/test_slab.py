@@ -45,11 +45,11 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 (names, not paths)
 
 
-def mapped(space: Namespace, name: str, word: int = 0, payload: bytes = b"payload") -> MappedSlab:
+def mapped(space: Namespace, name: str, payload: bytes = b"payload") -> MappedSlab:
     path = space.names.directory / name
     path.write_bytes(slab_file(WHO, TEXT, payload))
     path.chmod(0o600)
-    return MappedSlab(Mapping.open(path), word)
+    return MappedSlab(Mapping.open(path))
 
 
 # ---- in the making
@@ -155,50 +155,49 @@ def test_an_overwritten_slab_is_corrupt_wherever_it_was_hit(space: Namespace, pl
 # ---- kept
 
 
-def test_a_mapping_is_kept_for_its_very_publication(space: Namespace, place: int) -> None:
-    kept = KeptSlabs(1 << 20)
-    made = mapped(space, "a", 1)
-    kept.put(b"a", made)
-    assert kept.get(b"a", 1) is made
-    assert kept.get(b"a", 2) is None
-    assert kept.get(b"b", 1) is None
+def test_a_mapping_is_kept_with_what_is_handed_out_for_it(space: Namespace, place: int) -> None:
+    kept: KeptSlabs[str] = KeptSlabs(1 << 20)
+    kept.put(b"a", mapped(space, "a"), "the handle of a")
+    assert kept.get(b"a") == "the handle of a"
+    assert kept.get(b"b") is None
     kept.clear()
+    assert kept.get(b"a") is None
 
 
 def test_the_mapping_used_longest_ago_makes_way(space: Namespace, place: int) -> None:
     size_bytes = len(slab_file(WHO, TEXT, b"payload"))
-    kept = KeptSlabs(2 * size_bytes)
-    for name in ("a", "b"):
-        kept.put(name.encode(), mapped(space, name, 1))
-    kept.warm(b"a")
-    kept.warm(b"nobody")
-    kept.put(b"c", mapped(space, "c", 1))
-    assert [name for name in (b"a", b"b", b"c") if kept.get(name, 1)] == [b"a", b"c"]
+    kept: KeptSlabs[int] = KeptSlabs(2 * size_bytes)
+    for name, used in (("a", 2), ("b", 1)):
+        slab = mapped(space, name)
+        slab.used = used
+        kept.put(name.encode(), slab, 1)
+    kept.put(b"c", mapped(space, "c"), 1)
+    assert [name for name in (b"a", b"b", b"c") if kept.get(name)] == [b"a", b"c"]
     assert kept.kept_bytes == 2 * size_bytes
-    kept.put(b"a", mapped(space, "a2", 2))
-    assert kept.get(b"a", 1) is None
+    kept.put(b"a", mapped(space, "a2"), 2)
+    assert kept.get(b"a") == 2
     assert kept.kept_bytes == 2 * size_bytes
     kept.clear()
     assert kept.kept_bytes == 0
 
 
 def test_a_slab_beyond_the_limit_is_used_once_and_not_kept(space: Namespace, place: int) -> None:
-    kept = KeptSlabs(100)
-    made = mapped(space, "a", 1)
-    kept.put(b"a", made)
-    assert kept.get(b"a", 1) is None
+    kept: KeptSlabs[int] = KeptSlabs(100)
+    made = mapped(space, "a")
+    kept.put(b"a", made, 1)
+    assert kept.get(b"a") is None
     assert kept.kept_bytes == 0
     assert bytes(made.image.payload) == b"payload"
 
 
 def test_what_somebody_still_looks_at_is_let_go_and_reported(space: Namespace, place: int) -> None:
-    kept = KeptSlabs(1 << 20)
-    made = mapped(space, "a", 1, payload=b"still here")
+    kept: KeptSlabs[int] = KeptSlabs(1 << 20)
+    made = mapped(space, "a", payload=b"still here")
     size_bytes = made.size_bytes
     view = made.image.payload
-    kept.put(b"a", made)
+    kept.put(b"a", made, 1)
     del made
-    kept.let_go_where(lambda key, word: (key, word) == (b"a", 1))
+    kept.let_go_where(lambda handle: handle == 1)
     assert (kept.kept_bytes, kept.orphaned_bytes) == (0, size_bytes)
     (space.names.directory / "a").unlink()
     assert bytes(view) == b"still here"
@@ -208,19 +207,12 @@ def test_what_somebody_still_looks_at_is_let_go_and_reported(space: Namespace, p
 
 
 def test_only_what_has_left_is_let_go(space: Namespace, place: int) -> None:
-    kept = KeptSlabs(1 << 20)
+    kept: KeptSlabs[bytes] = KeptSlabs(1 << 20)
     for name in (b"a", b"b"):
-        kept.put(name, mapped(space, name.decode(), 7))
-    asked = []
-
-    def has_left(key: bytes, word: int) -> bool:
-        asked.append((key, word))
-        return key == b"a"
-
-    kept.let_go_where(has_left)
-    assert asked == [(b"a", 7), (b"b", 7)]
-    assert kept.get(b"a", 7) is None
-    assert kept.get(b"b", 7) is not None
+        kept.put(name, mapped(space, name.decode()), name)
+    kept.let_go_where(lambda handle: handle == b"a")
+    assert kept.get(b"a") is None
+    assert kept.get(b"b") == b"b"
     kept.clear()
 
 
