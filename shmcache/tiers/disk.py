@@ -81,12 +81,17 @@ class DiskTier(Tier):
                 shm.allocate(target, size_bytes)  # 2
                 self._copy(source, target, size_bytes)  # 3
                 os.fdatasync(target)  # 4
-                self._name(target, directory_fd, name, handover.key)  # 5
+                is_new = self._name(target, directory_fd, name, handover.key)  # 5
             finally:
                 os.close(target)
         finally:
             os.close(source)
-        os.fsync(directory_fd)  # 6
+        try:
+            os.fsync(directory_fd)  # 6
+        except OSError:
+            if is_new:
+                shm.unlink_quietly(name, dir_fd=directory_fd)
+            raise
         self.refuse(handover)  # 7
         return self.read(handover.key)
 
@@ -116,7 +121,8 @@ class DiskTier(Tier):
                 due_s = began_s + done_bytes / self._write_bytes_per_s
                 time.sleep(max(0.0, due_s - time.monotonic()))
 
-    def _name(self, target: int, directory_fd: int, name: str, key: bytes) -> None:
+    def _name(self, target: int, directory_fd: int, name: str, key: bytes) -> bool:
+        """Give the name, unless the same slab has it already; whether it was given."""
         try:
             shm.give_name(target, directory_fd, name)
         except FileExistsError:
@@ -124,9 +130,11 @@ class DiskTier(Tier):
                 is_same = self.read(key).slab_bytes == os.fstat(target).st_size
             except (CorruptSlab, ForeignObject):
                 is_same = False
-            if not is_same:
-                os.unlink(name, dir_fd=directory_fd)
-                shm.give_name(target, directory_fd, name)
+            if is_same:
+                return False
+            os.unlink(name, dir_fd=directory_fd)
+            shm.give_name(target, directory_fd, name)
+        return True
 
 
 def disk_path(directory: Path, key: bytes) -> Path:
