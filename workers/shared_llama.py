@@ -22,7 +22,7 @@ Leans on (llama-cpp-python 0.3.36)
     `create_completion` calls `_create_completion` with keyword arguments; only there are stop, echo and
     logprobs known. Between two items of a stream nothing of it runs.
     A generator that its loop drops is closed at once, by its reference count.
-Leaves out: boundaries inside a token (seam), waiting for a save in flight, evict and shutdown saves.
+Leaves out: boundaries inside a token (seam); `continued`, `evict` and `shutdown` saves; parent keys.
 """
 
 from __future__ import annotations

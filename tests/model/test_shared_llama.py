@@ -384,6 +384,18 @@ def test_a_loaded_state_is_served_and_not_cached_until_it_is_cleared(
     assert_equals_cold(ask(llama, LONG + "?"), stock)
 
 
+def test_llama_cpps_own_prompt_cache_may_be_used_beside_it(
+    tiny_llama: Path, stock: llama_cpp.Llama, cache: Cache, worker: MakeLlama
+) -> None:
+    llama = worker(tiny_llama, cache)
+    llama.set_cache(llama_cpp.LlamaRAMCache())
+    first = ask(llama, LONG)
+    ask(llama, OTHER)
+    again = ask(llama, LONG + first.text[:-1] + OTHER)  # begins with all that llama_cpp has kept
+    assert (first.report.cache_hit_kind, again.report.cache_hit_kind) == ("cold", "untracked")
+    assert_equals_cold(ask(llama, OTHER + LONG), stock)
+
+
 def test_cells_that_grew_without_us_are_not_cached(tiny_llama: Path, cache: Cache, worker: MakeLlama) -> None:
     """What an image handler does: decode by itself, move n_tokens, then complete all of input_ids."""
     llama = worker(tiny_llama, cache)
