@@ -4,12 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shmcache.workers.decide import DecisionModel, Temperatures
     from shmcache.workers.request import Report
     from shmcache.workers.shared_llama import SharedLlama
 
-__all__ = ["Report", "SharedLlama"]
+__all__ = ["DecisionModel", "Report", "SharedLlama", "Temperatures"]
 
-_HOME = {"Report": "request", "SharedLlama": "shared_llama"}
+_HOME = {
+    "DecisionModel": "decide",
+    "Report": "request",
+    "SharedLlama": "shared_llama",
+    "Temperatures": "decide",
+}
 
 
 def __getattr__(name: str) -> Any:

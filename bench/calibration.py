@@ -1,0 +1,53 @@
+"""Do a small model's probabilities mean what they say, before and after one temperature for each type?
+
+    ece_choice, ece_score, ece_noul   expected calibration error on held-out rows: fitted ÷ not fitted
+
+48 labelled messages (decisions_labelled.jsonl): temperatures are fitted on every other one of them, and the
+error is taken on the rest. The fitted temperatures are in the name of the peer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bench.harness import Options, Row
+from shmcache.tools.model import model_path
+from shmcache.workers.decide import DecisionModel, Labelled, calibration_error, fit_temperature
+
+LABELLED = Path(__file__).with_name("decisions_labelled.jsonl")
+QUESTIONS: dict[str, dict[str, Any]] = {
+    "intent": {
+        "type": "choice",
+        "instructions": "What does the customer want?",
+        "criteria": ["refund", "cancel", "information"],
+    },
+    "urgency": {"type": "score", "instructions": "How urgent is it?", "criteria": ["low", "medium", "high"]},
+    "angry": {"type": "noul", "instructions": "Is the customer angry?"},
+}
+
+
+def rows(options: Options) -> Iterable[Row]:
+    """All rows of this bench; `quick` reads half of the messages."""
+    labelled = [json.loads(line) for line in LABELLED.read_text(encoding="utf-8").splitlines()]
+    with DecisionModel(str(model_path())) as model:
+        for name, question in QUESTIONS.items():
+            scored = [_scored(model, name, row) for row in labelled[:: 2 if options.quick else 1]]
+            temperature = fit_temperature(scored[::2])
+            after, before = (calibration_error(scored[1::2], value) for value in (temperature, 1.0))
+            peer = f"temperature 1, not {temperature:.2f}"
+            yield Row(f"ece_{question['type']}", after, "", peer, before, after / before)
+
+
+def _scored(model: DecisionModel, name: str, row: dict[str, Any]) -> Labelled:
+    question = QUESTIONS[name]
+    match question["type"]:
+        case "choice":
+            right = question["criteria"].index(row[name])
+        case "score":
+            right = row[name]
+        case _:
+            right = 0 if row[name] else 1
+    return model.scores(row["state"], question), right
