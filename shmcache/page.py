@@ -337,10 +337,10 @@ class ClientPage(_PageView):
         """
         start = MAILBOX_OFFSET + mailbox * MAILBOX_BYTES
         view = self._mapping.bytes
-        view[start + BODY_OFFSET : start + BODY_OFFSET + len(body)] = body
-        view[start + 8 : start + BODY_OFFSET] = _REPLY_HEAD.pack(len(body), crc32c(body))
-        self.words[start // 8] = request
-        return self.wake(mailbox)
+        view[start + BODY_OFFSET : start + BODY_OFFSET + len(body)] = body  # 1
+        view[start + 8 : start + BODY_OFFSET] = _REPLY_HEAD.pack(len(body), crc32c(body))  # 2
+        self.words[start // 8] = request  # 3
+        return self.wake(mailbox)  # 4
 
     def wake(self, mailbox: int) -> bool:
         """One byte into the mailbox's FIFO; a full FIFO is awake already."""

@@ -33,8 +33,8 @@ def reader_docstring(module: ModuleType) -> dict[int, str]:
     return {int(step): what for step, what in _READER_LINE.findall(inspect.getdoc(module) or "")}
 
 
-def reader_comments(function: Callable[..., object]) -> list[int]:
-    """The reader's steps in the order in which a function's lines name them."""
+def comments(function: Callable[..., object]) -> list[int]:
+    """The numbers in the order in which a function's lines name them."""
     lines = _READER_COMMENT.findall(inspect.getsource(function))
     return [int(step) for line in lines for step in line.split(", ")]
 

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+from code_steps import comments
 from explorer import Exploration, explore
 from message_model import STEPS, WAIT_STEPS, Ask, MessageModel, State
 from support import Namespace, identity, plan, prompt
@@ -67,6 +68,7 @@ def test_the_steps_of_a_reply_are_those_of_the_code() -> None:
         r"(\d)\. (.+?)(?=  \d\.|\.?$)", inspect.getdoc(ClientPage.send) or "", re.MULTILINE
     )
     assert {int(number): name for number, name in documented} == STEPS
+    assert comments(ClientPage.send) == list(STEPS)
     with Namespace() as space:
         space.start()
         cache = space.cache()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from code_steps import reader_comments, reader_docstring, writer_comments, writer_docstring
+from code_steps import comments, reader_docstring, writer_comments, writer_docstring
 from explorer import Exploration, explore
 from publish_model import READER_STEPS, STEPS, TAILS, Kind, Memory, Op, PublishModel, State, Texts
 
@@ -128,4 +128,4 @@ def test_the_readers_steps_are_named_in_model_docstring_and_code_alike() -> None
     assert list(documented) == list(READER_STEPS)
     for number, name in READER_STEPS.items():
         assert name in documented[number], f"step {number} is {documented[number]!r} in index.py"
-    assert reader_comments(IndexReader._search) == list(READER_STEPS)
+    assert comments(IndexReader._search) == list(READER_STEPS)
