@@ -454,3 +454,20 @@ def _serve(_pipe: Pipe, patch: Callable[[], None] | None, arguments: list[str]) 
     if patch is not None:
         patch()
     return server.main(arguments)
+
+
+def die_at(owner: Any, name: str, *, nth: int = 1, after: bool = False) -> None:
+    """kill -9 of this process at the nth call of `owner.name`, before it or after it. For a fork's patch."""
+    real = getattr(owner, name)
+    calls = iter(range(1, 1 << 30))
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        is_it = next(calls) == nth
+        if is_it and not after:
+            die()
+        result = real(*arguments, **options)
+        if is_it:
+            die()
+        return result
+
+    setattr(owner, name, dying)
