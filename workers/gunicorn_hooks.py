@@ -31,10 +31,11 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from types import FrameType
 from typing import Any
 
-from shmcache.workers.pool import MAX_BOOT_FAILURES, usable_cores
+from shmcache.workers.pool import BOOT_PAUSE_S, MAX_BOOT_FAILURES, usable_cores
 
 __all__ = [
     "child_exit",
@@ -67,7 +68,9 @@ def worker_threads() -> int:
 
 
 def pre_fork(server: Any, worker: Any) -> None:
-    """Before each worker."""
+    """Before each worker; behind one that did not boot, a pause in which its reason may pass."""
+    if _failures_in_a_row:
+        time.sleep(BOOT_PAUSE_S * 2 ** (_failures_in_a_row - 1))
     os.environ[_THREADS] = str(max(1, usable_cores() // max(1, server.num_workers)))
     heartbeat_fd = os.dup(worker.tmp.fileno())
     _heartbeats[worker] = heartbeat_fd, os.fstat(heartbeat_fd).st_mtime

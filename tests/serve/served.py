@@ -42,8 +42,10 @@ NO_END = {"260": -100}  # a logit bias: the tiny vocabulary's </s> is never draw
 class Process:
     """A gunicorn master and its workers; `arguments` follow the interpreter."""
 
-    def __init__(self, arguments: Sequence[str], url: str = "", cwd: Path | None = None) -> None:
-        self.url = url
+    def __init__(
+        self, arguments: Sequence[str], cwd: Path | None = None, environment: dict[str, str] | None = None
+    ) -> None:
+        self.url = ""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -51,6 +53,7 @@ class Process:
             stdout=self._log,
             stderr=self._log,
             cwd=cwd,
+            env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
 
