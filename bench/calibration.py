@@ -32,7 +32,8 @@ QUESTIONS: dict[str, dict[str, Any]] = {
 def rows(options: Options) -> Iterable[Row]:
     """All rows of this bench; `quick` reads half of the messages."""
     labelled = [json.loads(line) for line in LABELLED.read_text(encoding="utf-8").splitlines()]
-    with DecisionModel(str(model_path())) as model:
+    # One thread: with more of them the last bits of a logit may depend on their number.
+    with DecisionModel(str(model_path()), n_threads=1, n_threads_batch=1) as model:
         for name, question in QUESTIONS.items():
             scored = [_scored(model, name, row) for row in labelled[:: 2 if options.quick else 1]]
             temperature = fit_temperature(scored[::2])

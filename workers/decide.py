@@ -82,20 +82,27 @@ class DecisionModel:
     """Answers choice, score and noul questions about a state. Context manager."""
 
     def __init__(
-        self, model_path: str, *, cache: Any = None, temperatures: Temperatures | None = None, **options: Any
+        self,
+        model: str | SharedLlama,
+        *,
+        cache: Any = None,
+        temperatures: Temperatures | None = None,
+        **options: Any,
     ) -> None:
-        """Load a model.
+        """Load a model, or stand over one that is loaded.
 
         Args:
-            model_path: a GGUF file.
+            model: a GGUF file; or a SharedLlama, which whoever loaded it closes.
             cache: an attached Cache, a namespace, or None, as SharedLlama takes it.
             temperatures: fitted for this model; 1 each by default.
             options: everything that SharedLlama takes.
         """
+        self._is_owner = isinstance(model, str)
         options = {"n_ctx": N_CTX, "gates": GATES, "verbose": False, **options}
-        self.llama = SharedLlama(model_path, cache=cache, **options)
+        self.llama = SharedLlama(model, cache=cache, **options) if isinstance(model, str) else model
         self.temperatures = temperatures or Temperatures()
-        self._file = [fingerprint(model_path).hex(), gguf_quant(model_path)]
+        path = self.llama.model_path
+        self._file = [fingerprint(path).hex(), gguf_quant(path)]
 
     @property
     def decision_fingerprint(self) -> str:
@@ -139,8 +146,9 @@ class DecisionModel:
         return self._scores(prompt + self._tokens(_question_text(question, options)), options)
 
     def close(self) -> None:
-        """Free the model."""
-        self.llama.close()
+        """Free the model, if it was loaded here."""
+        if self._is_owner:
+            self.llama.close()
 
     def __enter__(self) -> DecisionModel:
         return self
