@@ -162,6 +162,10 @@ class Slab:
         self._payload_bytes = payload_bytes
         return self._unnamed.payload(payload_bytes)
 
+    def is_ready(self, timeout_ms: int) -> bool:
+        """Whether the preparation has ended, well or not; waits for it, at most so long."""
+        return self._ready.wait(timeout_ms / 1000)
+
     def save(self, meta: kvc.Meta, pieces: Sequence[kvc.Piece], token_ids: memoryview) -> None:
         """The payload is written: sum it, name it and hand it over, on the helper thread."""
         self._handed_over = True
@@ -305,6 +309,12 @@ class Cache:
             return kept
         found = reader.get(key)
         return self._open(found) if found is not None else None
+
+    def has(self, key: bytes) -> bool:
+        """Whether the row is published, in a tier at least as durable as ours: no save of it is needed."""
+        reader = self.connection.reader()
+        found = reader.get(key) if reader is not None else None
+        return found is not None and found.row.tier >= self.tier
 
     def drop(self, hit: Hit, why: str) -> None:
         """Forget a row that did not restore: everywhere, once, with one log line at the coordinator."""

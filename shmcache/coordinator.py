@@ -37,6 +37,7 @@ import msgspec
 from shmcache.errors import CorruptSlab, ForeignObject, mib
 from shmcache.index import Found, IndexWriter, Row
 from shmcache.key import identity_tag
+from shmcache.kvc import HEAD_DETAIL
 from shmcache.lru import NONE, UseOrder
 from shmcache.protocol import (
     NO_MAILBOX,
@@ -65,7 +66,6 @@ FLAG_HEAD = 1
 _NOBODY = -1  # client of what is adopted: its owner was another coordinator's
 _MOST = 0xFFFFFFFF
 _SURVEY_SLICE = 2_000
-HEAD_DETAIL = "head"  # reason_detail of a head anchor: how the flag survives a restart
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -185,6 +185,9 @@ VERSION = 2
 SCAN_BYTES = 4096
 PAYLOAD_ALIGN = 64
 TENANT_HASH_BYTES = 16
+HEAD_DETAIL = (
+    "head"  # reason_detail of a system part that prompts share: eviction spares it, after a restart too
+)
 
 _HEADER = Struct("<3sBBB2xIII4xQQQ")
 _TRAILER = Struct("<QQII")

@@ -44,7 +44,7 @@ def anchors(n_tokens: int, head_tokens: int | None, gates: Gates) -> tuple[int, 
     if last < max(1, gates.min_tokens):
         return ()
     found: list[int] = []
-    for anchor in sorted((_head(head_tokens), _trimmed(n_tokens, gates))):
+    for anchor in sorted((head_anchor(head_tokens), _trimmed(n_tokens, gates))):
         clear_of_last = last - anchor >= KERNEL_ROWS
         clear_of_first = not found or anchor - found[-1] >= KERNEL_ROWS
         if anchor >= gates.cold_min_tokens and clear_of_first and clear_of_last:
@@ -52,7 +52,8 @@ def anchors(n_tokens: int, head_tokens: int | None, gates: Gates) -> tuple[int, 
     return (*found, last)
 
 
-def _head(head_tokens: int | None) -> int:
+def head_anchor(head_tokens: int | None) -> int:
+    """Where the system and tool part gets its anchor, if it gets one; 0 for none."""
     return (head_tokens or 0) // KERNEL_ROWS * KERNEL_ROWS
 
 
@@ -69,6 +70,16 @@ def anchor_is_saved(n_tokens: int, gates: Gates) -> bool:
 def reply_is_saved(n_tokens: int, gates: Gates) -> bool:
     """Whether prompt and reply together, `n_tokens`, get a `finish` row."""
     return n_tokens >= max(1, gates.min_tokens)
+
+
+def continued_is_due(reply_tokens: int, gates: Gates) -> bool:
+    """Whether a `continued` row belongs behind so many tokens of a reply."""
+    return reply_tokens > 0 and reply_tokens % gates.continued_interval == 0
+
+
+def overwriting_needs_a_save(n_tokens: int, covered_tokens: int, gates: Gates) -> bool:
+    """Whether a sequence of `n_tokens`, of which so many are in a row or stay, is saved before it is lost."""
+    return reply_is_saved(n_tokens, gates) and n_tokens - covered_tokens >= gates.continued_interval
 
 
 def cuts(start: int, n_tokens: int, n_ubatch: int, anchors: Sequence[int] = ()) -> tuple[int, ...]:

@@ -18,9 +18,10 @@ from support import PAYLOAD_OFFSET, Namespace, identity, prompt, slab_file
 
 from shmcache import index, shm
 from shmcache.connection import Head
-from shmcache.coordinator import HEAD_DETAIL, Coordinator, Now, Reply, TierState
+from shmcache.coordinator import Coordinator, Now, Reply, TierState
 from shmcache.index import IndexWriter
 from shmcache.key import PrefixWalk, row_address
+from shmcache.kvc import HEAD_DETAIL
 from shmcache.page import MAILBOXES
 from shmcache.protocol import (
     NO_MAILBOX,

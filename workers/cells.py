@@ -4,7 +4,7 @@
     decode   one batch more
     restore  a row instead of what there was  or nothing, and RestoreRefused
     cut      the first `keep` tokens          or nothing changes, and False
-    close    an entry of the record ends      sliding-window models settle here
+    close    an entry of the record ends      sliding-window models settle between entries
 
 Owner: one SharedLlama, under its lock. Readers: the same.
 Invariants
@@ -52,13 +52,15 @@ class Cells:
     def decode(self, trail: Trail, tokens: Sequence[int]) -> None:
         """Decode one batch behind the trail. Where that fails the cells are empty."""
         state = self.state
+        n_threads = state.n_threads if len(tokens) == 1 else state.n_threads_batch
+        piece = Piece(len(tokens), 1, state.n_ubatch, n_threads, state.device)
         try:
+            if not trail.joins_last_entry(piece):
+                self._settle(trail)
             llama_cpp.Llama.eval(self._llama, tokens)
         except BaseException:
             self.clear(trail.forget)
             raise
-        n_threads = state.n_threads if len(tokens) == 1 else state.n_threads_batch
-        piece = Piece(len(tokens), 1, state.n_ubatch, n_threads, state.device)
         trail.decoded(tokens, self._renderer.parts(tokens), piece)
 
     def restore(self, image: Image, forget: int) -> Trail:
@@ -84,6 +86,10 @@ class Cells:
     def close_entry(self, trail: Trail) -> None:
         """A row is, or could be, at the end of the trail (Trail I2)."""
         trail.mark()
+        self._settle(trail)
+
+    def _settle(self, trail: Trail) -> None:
+        """Sliding-window models go on from their own restored state between two entries (Trail I2)."""
         if self.state.settles and not trail.settled:
             self.state.settle()
             trail.settled = True

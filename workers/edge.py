@@ -49,6 +49,13 @@ class Edge:
             with self.guard("lookup"):
                 yield from self._cache.candidates(walk, walk.text_bytes)
 
+    def has(self, key: bytes) -> bool:
+        """Whether the row of a key is published where we would save it."""
+        if self._cache is not None:
+            with self.guard("lookup"):
+                return self._cache.has(key)
+        return False
+
     def drop(self, hit: Hit, why: str) -> None:
         """Forget a row that did not restore, for everybody."""
         if self._cache is not None:

@@ -76,6 +76,7 @@ class Request:
         self.reused_tokens = 0
         self.waited = False
         self.slab: Slab | None = None  # for the finish row
+        self.continued_slab: Slab | None = None  # for the next `continued` row
         self.asked_for_slab = False
 
     def show(self, text: str) -> None:

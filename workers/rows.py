@@ -3,6 +3,7 @@
     Author      what all rows of one worker have in common: model, context, machine
     anchor_plan a row at a boundary of the prompt, whose text and length are known
     reply_plan  a row behind a reply that is still to come
+    live_plan   a row of what the cells hold now
     meta        the metadata of a finished row
 
 Owner: one SharedLlama. Readers: the same.
@@ -30,7 +31,7 @@ from shmcache.identity import (
     tenant_hash,
 )
 from shmcache.key import BLOCK_BYTES, PrefixWalk, RowAddress, row_address
-from shmcache.kvc import Meta, Reason, head_bytes
+from shmcache.kvc import HEAD_DETAIL, Meta, Reason, head_bytes
 from shmcache.workers.state import ContextState, SizeLine, context_params
 from shmcache.workers.trail import Trail
 
@@ -101,7 +102,16 @@ class Author(msgspec.Struct, frozen=True, kw_only=True):
             payload_bytes=self.size.bytes_at(token_count),
         )
 
-    def meta(self, trail: Trail, reason: Reason, pos_min: int) -> Meta:
+    def live_plan(self, trail: Trail) -> SavePlan:
+        """Plan a row of the trail as it is."""
+        return SavePlan(
+            address=row_address(self.identity.seed, trail.text),
+            text_bytes=len(trail.text),
+            payload_offset=head_bytes(len(trail), len(trail.pieces) + _SPARE_PIECES),
+            payload_bytes=self.size.bytes_at(len(trail)),
+        )
+
+    def meta(self, trail: Trail, reason: Reason, pos_min: int, *, is_head: bool = False) -> Meta:
         """Describe the row that the trail is now."""
         address = row_address(self.identity.seed, trail.text)
         now_s = int(time.time())
@@ -118,7 +128,7 @@ class Author(msgspec.Struct, frozen=True, kw_only=True):
             ctx_params_hash=self.identity.ctx_params_hash,
             hostname=platform.node(),
             shmcache_version=_version(),
-            reason_detail="",
+            reason_detail=HEAD_DETAIL if is_head else "",
             text_bytes=len(trail.text),
             key=address.key,
             block_key=address.block_key,

@@ -3,7 +3,10 @@
     prompt ─► LOOKUP   the longest of: the live trail, published rows   the cells hold a boundary of it
            ─► PREFILL  batch by batch to the last boundary              SAVE `cold` at each anchor
            ─► DECODE   llama_cpp's own generate: it finds its prefix in the cells and cuts nothing
+                                                                        SAVE `continued` in a long reply
            ─► FINISH   cut back to what the client saw                  SAVE `finish`
+    cells that no row covers, before another prompt takes them          SAVE `evict`     and wait
+    close()                                                             SAVE `shutdown`  and wait
 
 Owner: the process that loaded the model. Readers: any number of its threads, one request at a time.
 Invariants
@@ -22,7 +25,7 @@ Leans on (llama-cpp-python 0.3.36)
     `create_completion` calls `_create_completion` with keyword arguments; only there are stop, echo and
     logprobs known. Between two items of a stream nothing of it runs.
     A generator that its loop drops is closed at once, by its reference count.
-Leaves out: boundaries inside a token (seam); `continued`, `evict` and `shutdown` saves; parent keys.
+Leaves out: boundaries inside a token (seam); parent keys.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from __future__ import annotations
 import inspect
 import os
 import threading
+import time
 from array import array
+from bisect import bisect_right
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -60,6 +65,7 @@ from shmcache.workers.state import ContextState, ModelVocabulary, unsupported
 from shmcache.workers.trail import Trail, common_bytes
 
 REPLY_TOKENS = 256  # of a reply still to come, that its slab is made for; a longer one extends it
+CONTINUED_AHEAD = 32  # tokens before a `continued` save that its slab is asked for: time to make it ready
 SHORTER_ROWS = 4  # rows that are tried after the longest one did not fit
 MOST_WAITS = 8  # for other workers' saves before one prefill: three anchors, and owners that died
 WAIT_MS = 60_000  # for one of them; it ends early where its owner is gone or stuck
@@ -71,11 +77,15 @@ _CHAT = inspect.signature(llama_cpp.Llama.create_chat_completion)
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt as text, the keys of its prefixes (None without a cache), and its anchors."""
+    """A prompt as text, the keys of its prefixes (None without a cache), and its anchors.
+
+    head is the anchor of the system and tool part, 0 where it has none.
+    """
 
     text: Text
     walk: PrefixWalk | None
     anchors: tuple[int, ...]
+    head: int
 
 
 class LiveRow(msgspec.Struct, frozen=True):
@@ -232,8 +242,35 @@ class SharedLlama(llama_cpp.Llama):
         with self._taking_context():
             return super().embed(*args, **kwargs)
 
+    def save_sequence(self) -> str | None:
+        """Save what the context holds now as an `evict` row; its key in hex once it is published.
+
+        Blocks at most evict_save_timeout_ms. None where it is too short or not tracked, and where the row
+        could not be saved in time.
+        """
+        with self._taking_context():
+            trail = self._cells.trail
+            if not self._cells.is_tracked() or trail is None:
+                return None
+            key = self._save_and_wait(trail, Reason.EVICT)
+            self._cells.close_entry(trail)
+            self._cells.cut(trail, len(trail))  # it cuts nothing, and says that there are no logits now
+            return key.hex() if key is not None else None
+
     def close(self) -> None:
-        """Free the model, and the cache where a namespace was given."""
+        """Save what no row covers (`shutdown`), free the model, and the cache where a namespace was given.
+
+        Blocks at most evict_save_timeout_ms for the save. A child of a fork saves nothing.
+        """
+        if hasattr(self, "_author") and os.getpid() == self._pid:
+            self._save_at_shutdown()
+        self._free()
+
+    def __del__(self) -> None:
+        # Nobody asked for a save, and the interpreter may be on its way out.
+        self._free()
+
+    def _free(self) -> None:
         # Also called for an object whose construction failed at any point.
         if (cache := getattr(self, "_owned_cache", None)) is not None:
             cache.close()
@@ -322,6 +359,7 @@ class SharedLlama(llama_cpp.Llama):
         if self._unsupported is not None:
             return False
         if request.wants_all_logits:
+            self._save_before_loss(b"", 0)
             self.reset()  # a restore carries none, and those of the live trail may be another prompt's
             return False
         if self._cells.is_tracked():
@@ -337,12 +375,14 @@ class SharedLlama(llama_cpp.Llama):
         head = None
         if request.chat is not None and request.chat.fixed_chat is not None:
             head = request.chat.fixed_chat.head_tokens(tokens, self._renderer.plain)
-        return Prompt(text, walk, policy.anchors(len(tokens), head, self._gates))
+        return Prompt(text, walk, policy.anchors(len(tokens), head, self._gates), policy.head_anchor(head))
 
     def _look_up(self, request: Request, prompt: Prompt) -> Joined:
         """Fill the cells with the longest known beginning of the prompt."""
         live = self._live_row(request, prompt)
         row = self._longest_row(request, prompt, live)
+        stays_bytes = row[0].image.meta.text_bytes if row is not None else live.text_bytes if live else 0
+        self._save_before_loss(prompt.text.text, stays_bytes)
         if row is not None:
             return self._take(request, prompt, *row)
         if live is not None and self._go_on(live):
@@ -378,6 +418,7 @@ class SharedLlama(llama_cpp.Llama):
         for hit in islice(self._edge.candidates(prompt.walk), 1 + SHORTER_ROWS):
             image = hit.image
             if live is not None and image.meta.text_bytes <= live.text_bytes:
+                hit.close()
                 return None
             row_tokens = image.token_ids.tolist()
             may_end_one_earlier = image.pieces[-1].length == 1 and self._state.row_may_be_cut(len(row_tokens))
@@ -386,6 +427,7 @@ class SharedLlama(llama_cpp.Llama):
             )
             if joined is not None and self._serves(request, prompt, joined):
                 return hit, joined
+            hit.close()
         return None
 
     def _serves(self, request: Request, prompt: Prompt, joined: Joined) -> bool:
@@ -408,6 +450,7 @@ class SharedLlama(llama_cpp.Llama):
     def _take(self, request: Request, prompt: Prompt, hit: Hit, joined: Joined) -> Joined:
         """Put a row into the cells, or nothing where it does not fit: the row is dropped then."""
         fault = self._restore(hit, joined, prompt)
+        hit.close()
         if fault is None:
             with self._edge.guard("use"):
                 hit.use()
@@ -485,7 +528,7 @@ class SharedLlama(llama_cpp.Llama):
             for end in ends[:-1]:
                 self._decode(trail, joined.tokens[len(trail) : end])
                 if end in boundaries:
-                    self._save(trail, slabs.pop(end, None), Reason.COLD)
+                    self._save(trail, slabs.pop(end, None), Reason.COLD, is_head=end - shift == prompt.head)
                     self._cells.close_entry(trail)
         finally:
             for slab in slabs.values():
@@ -495,13 +538,20 @@ class SharedLlama(llama_cpp.Llama):
         self._cells.decode(trail, tokens)
         self._edge.progress()
 
-    def _save(self, trail: Trail, slab: Slab | None, reason: Reason) -> bytes | None:
-        """Copy the cells into a slab and hand it over; its key, None where nothing was saved."""
+    def _save(
+        self, trail: Trail, slab: Slab | None, reason: Reason, *, is_head: bool = False
+    ) -> bytes | None:
+        """Copy the cells into a slab and hand it over; the row's key, None where there is none."""
         if slab is None or self._author is None:
             return None
         with self._edge.guard("save"):
             try:
-                meta = self._author.meta(trail, reason, self._state.pos_min())
+                meta = self._author.meta(trail, reason, self._state.pos_min(), is_head=is_head)
+                if self._edge.has(meta.key):  # nobody could tell the two states apart
+                    self._edge.count("save_present")
+                    slab.cancel()
+                    trail.mark(meta.key)
+                    return meta.key
                 with slab.payload(self._state.size_bytes()) as payload:
                     self._state.copy_out(payload)
                 slab.save(meta, tuple(trail.pieces), memoryview(array("I", trail.tokens)))
@@ -511,6 +561,59 @@ class SharedLlama(llama_cpp.Llama):
             trail.mark(meta.key)
             return meta.key
         return None
+
+    def _save_and_wait(self, trail: Trail, reason: Reason) -> bytes | None:
+        """Save the cells as they are; the row's key once it is published, at most evict_save_timeout_ms."""
+        if self._author is None or not policy.reply_is_saved(len(trail), self._gates):
+            return None
+        end_s = time.monotonic() + self._gates.evict_save_timeout_ms / 1000
+
+        def left_ms() -> int:
+            return max(0, int(1000 * (end_s - time.monotonic())))
+
+        plan = self._author.live_plan(trail)
+        if plan.address is not None and self._edge.has(plan.address.key):
+            return plan.address.key
+        [slab] = self._edge.reserve([plan], trail.base_key(), trail.forget).slabs
+        if slab is None:
+            return None
+        if not slab.is_ready(left_ms()):
+            self._edge.cancel(slab)
+            return None
+        key = self._save(trail, slab, reason)
+        return key if key is not None and slab.wait(left_ms()) else None
+
+    def _save_before_loss(self, text: bytes, stays_bytes: int) -> None:
+        """Before a prompt takes the cells: save them where no row and no part that stays covers them.
+
+        Args:
+            text: of the prompt.
+            stays_bytes: of its beginning, that a row or the cells hold from now on.
+        """
+        trail = self._cells.trail
+        if trail is None or not policy.overwriting_needs_a_save(len(trail), 0, self._gates):
+            return
+        stays = bisect_right(trail.ends, min(stays_bytes, common_bytes(trail.text, text)))
+        covered = max(stays, self._published_tokens(trail))
+        if policy.overwriting_needs_a_save(len(trail), covered, self._gates):
+            self._save_and_wait(trail, Reason.EVICT)
+
+    def _published_tokens(self, trail: Trail) -> int:
+        """How much of the trail the longest row holds that is still there."""
+        marks = sorted(trail.marks.items(), reverse=True)
+        return next((at for at, key in marks if key is not None and self._edge.has(key)), 0)
+
+    def _save_at_shutdown(self) -> None:
+        """Save the cells, unless a row holds all but the last token of them."""
+        if not self._lock.acquire(timeout=self._gates.evict_save_timeout_ms / 1000):
+            return  # a request that does not end has the cells
+        try:
+            trail = self._cells.trail if self._cells.is_tracked() else None
+            if trail is not None and len(trail) - self._published_tokens(trail) > 1:
+                self._save_and_wait(trail, Reason.SHUTDOWN)
+            self._author = self._cells.trail = None
+        finally:
+            self._lock.release()
 
     # ---- DECODE and FINISH
 
@@ -522,6 +625,23 @@ class SharedLlama(llama_cpp.Llama):
         elif not request.asked_for_slab:
             request.asked_for_slab = True
             self._reserve_reply(request)
+        self._save_continued(request)
+
+    def _save_continued(self, request: Request) -> None:
+        """A long reply leaves a row at every continued_interval tokens; the cut is there, saved or not."""
+        trail, author = self._cells.trail, self._author
+        if trail is None or not request.joined_tokens:
+            return
+        reply_tokens = len(trail) - request.joined_tokens
+        ahead = min(CONTINUED_AHEAD, self._gates.continued_interval - 1)
+        if author is not None and policy.continued_is_due(reply_tokens + ahead, self._gates):
+            plan = author.reply_plan(len(trail) + ahead, len(trail) + ahead, trail)
+            if policy.reply_is_saved(len(trail) + ahead, self._gates):
+                [request.continued_slab] = self._edge.reserve([plan], trail.base_key(), trail.forget).slabs
+        if policy.continued_is_due(reply_tokens, self._gates):
+            slab, request.continued_slab = request.continued_slab, None
+            self._save(trail, slab, Reason.CONTINUED)
+            self._cells.close_entry(trail)
 
     def _is_full(self, request: Request) -> bool:
         """Whether the reply must end because a row spelled the prompt with more tokens than its caller.
@@ -588,9 +708,10 @@ class SharedLlama(llama_cpp.Llama):
 
     def _give_back(self, request: Request) -> None:
         """Cancel what was reserved for a reply and not used."""
-        slab, request.slab = request.slab, None
-        if slab is not None:
-            self._edge.cancel(slab)
+        for slab in (request.slab, request.continued_slab):
+            if slab is not None:
+                self._edge.cancel(slab)
+        request.slab = request.continued_slab = None
 
     # ---- chats
 

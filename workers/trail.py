@@ -12,7 +12,7 @@ Owner: one SharedLlama, under its lock. Readers: the same.
 Invariants
     I1  len(tokens) == len(ends) == the tokens of all pieces; text is exactly their rendering.
     I2  Two batches share an entry of `pieces` only if they are alike and no mark lies between them. So the
-        entries also say where a sliding-window run settled (state): at each mark.
+        entries also say where a sliding-window run settled (state): between any two of them.
     I3  A cut leaves whole batches, or it is refused (`may_end_at`).
 Leaves out: the cells themselves (state), which marks a prompt has (policy).
 """
@@ -54,14 +54,16 @@ class Trail:
 
     def decoded(self, tokens: Sequence[int], parts: Sequence[bytes], piece: Piece) -> None:
         """Append one batch."""
-        open_entry = self.pieces and len(self) not in self.marks
-        self._append_tokens(tokens, parts)
-        self.settled = False
-        last = self.pieces[-1] if open_entry else None
-        if last is not None and _alike(last, piece):
-            self.pieces[-1] = _times(last, last.repeats + 1)
+        if self.joins_last_entry(piece):
+            self.pieces[-1] = _times(piece, self.pieces[-1].repeats + 1)
         else:
             self.pieces.append(piece)
+        self._append_tokens(tokens, parts)
+        self.settled = False
+
+    def joins_last_entry(self, piece: Piece) -> bool:
+        """Whether one more batch like this goes into the last entry (I2)."""
+        return bool(self.pieces) and len(self) not in self.marks and _alike(self.pieces[-1], piece)
 
     def mark(self, key: bytes | None = None) -> None:
         """Say that a row is, or could be, at the end. Nothing is joined across it."""

@@ -1,0 +1,264 @@
+"""Why a state is saved: each of the five reasons, and what is not saved twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import pytest
+from model.cold import ask, cold_logits, largest_difference
+from model.conftest import OPTIONS, SMALL, MakeLlama
+from model.test_shared_llama import LONG, OTHER, counters, letters, saying
+from msgspec.structs import replace
+
+import shmcache
+from shmcache import Cache
+from shmcache.client import Hit
+from shmcache.kvc import HEAD_DETAIL, Reason
+from shmcache.tools.demo import CoordinatorProcess
+from shmcache.workers import SharedLlama
+
+EIGHT = replace(SMALL, continued_interval=8)
+SLIDING: dict[str, Any] = {"swa_full": False}
+
+
+def rows_of(cache: Cache, llama: SharedLlama, tokens: list[int]) -> list[Hit]:
+    """Rows that a prompt of these tokens begins with, longest first."""
+    assert cache.flush(30_000)
+    assert llama._author is not None
+    text = llama._renderer.render(tokens).text
+    walk = shmcache.key.PrefixWalk(llama._author.identity.seed, text)
+    return list(cache.candidates(walk, len(text)))
+
+
+def reasons(hits: list[Hit]) -> list[tuple[Reason, int]]:
+    return [(hit.image.meta.save_reason, hit.image.meta.token_count) for hit in hits]
+
+
+# ---- continued
+
+
+@pytest.mark.parametrize(("kind", "options"), [("llama", {}), ("gemma3", SLIDING), ("mamba", {})])
+def test_a_long_reply_leaves_a_row_at_every_interval(
+    kind: str, options: dict[str, Any], tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama
+) -> None:
+    llama, other = (worker(tiny_models[kind], cache, gates=EIGHT, **options) for _ in range(2))
+    stream = llama.create_completion(
+        LONG, stream=True, **saying(llama, *letters("One, two, three, four, five."))
+    )
+    for _ in range(20):
+        next(stream)
+    stream.close()  # so there is no finish row
+    prompt = llama.tokenize((LONG + "One, two, three, f" + OTHER).encode())
+    n = len(llama.tokenize(LONG.encode()))
+    found = reasons(rows_of(cache, llama, prompt))
+    assert found[:2] == [(Reason.CONTINUED, n + 16), (Reason.CONTINUED, n + 8)]
+
+    answer = ask(other, prompt)
+    assert answer.report.reused_tokens == n + 16
+    stock = llama_cpp.Llama(str(tiny_models[kind]), **OPTIONS, **options)
+    assert largest_difference(answer.logits, cold_logits(stock, answer.tokens, answer.pieces)) == 0
+
+
+@pytest.mark.parametrize(("kind", "options"), [("llama", {}), ("gemma3", SLIDING)])
+def test_a_reply_is_the_same_whether_its_continued_rows_are_saved_or_not(
+    kind: str, options: dict[str, Any], tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama
+) -> None:
+    saving = worker(tiny_models[kind], cache, gates=EIGHT, **options)
+    alone = worker(tiny_models[kind], gates=EIGHT, **options)
+    one, other = (ask(llama, LONG, max_tokens=30) for llama in (saving, alone))
+    assert largest_difference(one.logits, other.logits) == 0
+    assert one.pieces == other.pieces
+    assert len(one.logits) == 30
+
+
+def test_a_continued_slab_that_is_not_used_is_given_back(
+    tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama
+) -> None:
+    llama = worker(tiny_models["llama"], cache, gates=replace(SMALL, continued_interval=20))
+    stream = llama.create_completion(LONG, stream=True, max_tokens=30, temperature=0.0)
+    for _ in range(10):
+        next(stream)
+    stream.close()
+    assert cache.flush(30_000)
+    assert counters(cache)["save_dropped_cancelled"] == 2  # the finish row's and the continued one's
+
+
+# ---- evict
+
+
+def never_finished(llama: SharedLlama, text: str) -> list[int]:
+    """Let the context hold a sequence that has left no row."""
+    tokens = llama.tokenize(text.encode())
+    llama.reset()
+    llama.eval(tokens)
+    return tokens
+
+
+@pytest.mark.parametrize(("kind", "options"), [("llama", {}), ("gemma3", SLIDING), ("lfm2", {})])
+def test_a_sequence_that_no_row_covers_is_saved_before_another_takes_its_cells(
+    kind: str, options: dict[str, Any], tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama
+) -> None:
+    gates = replace(SMALL, continued_interval=100)
+    llama, other = (worker(tiny_models[kind], cache, gates=gates, **options) for _ in range(2))
+    tokens = never_finished(llama, LONG)
+    ask(llama, OTHER)
+    assert reasons(rows_of(cache, llama, tokens)) == [(Reason.EVICT, len(tokens))]
+    answer = ask(other, tokens + llama.tokenize(b"And?", add_bos=False))
+    assert answer.report.reused_tokens == len(tokens)
+    stock = llama_cpp.Llama(str(tiny_models[kind]), **OPTIONS, **options)
+    assert largest_difference(answer.logits, cold_logits(stock, answer.tokens, answer.pieces)) == 0
+
+
+def goes_on(llama: SharedLlama, tokens: list[int]) -> None:
+    ask(llama, tokens + llama.tokenize(b"And?", add_bos=False))
+
+
+def is_short(llama: SharedLlama, tokens: list[int]) -> None:
+    never_finished(llama, LONG[:90])
+    ask(llama, OTHER)
+
+
+def is_covered(llama: SharedLlama, tokens: list[int]) -> None:
+    llama.reset()
+    ask(llama, LONG)
+    ask(llama, OTHER)
+
+
+@pytest.mark.parametrize("happens", [goes_on, is_short, is_covered])
+def test_what_is_not_lost_or_is_covered_is_not_saved(
+    happens: Callable[[SharedLlama, list[int]], None],
+    tiny_models: dict[str, Path],
+    cache: Cache,
+    worker: MakeLlama,
+) -> None:
+    llama = worker(tiny_models["llama"], cache, gates=replace(SMALL, continued_interval=100))
+    tokens = never_finished(llama, LONG)
+    happens(llama, tokens)
+    assert Reason.EVICT not in [reason for reason, _ in reasons(rows_of(cache, llama, tokens))]
+
+
+def test_a_row_that_has_left_covers_nothing(
+    tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama
+) -> None:
+    llama = worker(tiny_models["llama"], cache, gates=replace(SMALL, continued_interval=100))
+    first = ask(llama, LONG)
+    for hit in rows_of(cache, llama, first.tokens):
+        cache.drop(hit, "for a test")
+    while rows_of(cache, llama, first.tokens):
+        pass  # the coordinator has not heard of it yet
+    ask(llama, OTHER)
+    assert [reason for reason, _ in reasons(rows_of(cache, llama, first.tokens))] == [Reason.EVICT]
+
+
+def test_a_sequence_is_saved_on_request(
+    tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama
+) -> None:
+    llama = worker(tiny_models["llama"], cache)
+    tokens = never_finished(llama, LONG)
+    key = llama.save_sequence()
+    assert key is not None
+    hit = cache.get(bytes.fromhex(key))  # published when the call returns
+    assert hit is not None
+    assert hit.image.meta.save_reason == Reason.EVICT
+    assert llama.save_sequence() == key
+    goes_on(llama, tokens)
+    assert llama.last_report.source == "live"
+    llama.reset()
+    assert llama.save_sequence() is None
+
+
+def test_without_a_coordinator_nothing_blocks(
+    tiny_models: dict[str, Path], namespace: str, worker: MakeLlama
+) -> None:
+    llama = worker(tiny_models["llama"], namespace, gates=replace(SMALL, continued_interval=8))
+    never_finished(llama, LONG)
+    assert llama.save_sequence() is None
+    assert ask(llama, OTHER).report.cache_hit_kind == "cold"
+
+
+def test_a_save_that_is_not_published_in_time_does_not_hold_up_its_request(
+    tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama, coordinator: CoordinatorProcess
+) -> None:
+    gates = replace(SMALL, evict_save_timeout_ms=0)
+    llama = worker(tiny_models["llama"], cache, gates=gates)
+    never_finished(llama, LONG)
+    assert llama.save_sequence() is None
+    assert cache.flush(30_000)
+
+
+# ---- shutdown
+
+
+def test_a_worker_that_stops_saves_what_no_row_covers(
+    tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama
+) -> None:
+    llama, other = worker(tiny_models["llama"], cache), worker(tiny_models["llama"], cache)
+    tokens = never_finished(llama, LONG)
+    llama.close()
+    assert reasons(rows_of(cache, other, tokens)) == [(Reason.SHUTDOWN, len(tokens))]
+    llama.close()
+
+
+def test_a_worker_that_stops_behind_a_finished_reply_saves_nothing_more(
+    tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama
+) -> None:
+    llama, other = worker(tiny_models["llama"], cache), worker(tiny_models["llama"], cache)
+    first = ask(llama, LONG)
+    assert cache.flush(30_000)
+    llama.close()
+    found = [reason for reason, _ in reasons(rows_of(cache, other, first.tokens))]
+    assert found[0] == Reason.FINISH
+    assert Reason.SHUTDOWN not in found
+
+
+# ---- heads, doubles, buffers
+
+
+def test_the_system_parts_anchor_is_marked_and_no_other(
+    tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama
+) -> None:
+    llama = worker(tiny_models["llama"], cache)
+    chat = [{"role": "system", "content": LONG}, {"role": "user", "content": OTHER}]
+    answer = ask(llama, chat)
+    found = rows_of(cache, llama, answer.tokens)
+    details = [(hit.image.meta.reason_detail, hit.found.row.flags) for hit in found]
+    assert details == [("", 0), ("", 0), ("", 0), (HEAD_DETAIL, 1)]
+    assert found[-1].image.meta.token_count % 64 == 0
+
+
+def test_a_reply_that_is_there_already_is_not_copied_again(
+    tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama, other = worker(tiny_models["llama"], cache), worker(tiny_models["llama"], cache)
+    first = ask(llama, LONG)
+    assert cache.flush(30_000)
+    monkeypatch.setattr(other._state, "copy_out", lambda _: pytest.fail("the state was copied"))
+    again = ask(other, LONG)
+    assert again.report.finish_key == first.report.finish_key is not None
+    assert counters(cache)["save_present"] == 1
+
+
+def test_a_row_from_disk_gives_its_buffer_back(
+    tiny_models: dict[str, Path], namespace: str, tmp_path: Path, worker: MakeLlama
+) -> None:
+    process = CoordinatorProcess(
+        f"--namespace={namespace}", "--ram-file-bytes=64M", f"--disk-dir={tmp_path}", "--max-rows=1024"
+    )
+    try:
+        with shmcache.attach(namespace, tier="disk") as cache:
+            llama, other = worker(tiny_models["llama"], cache), worker(tiny_models["llama"], cache)
+            first = ask(llama, LONG)
+            assert cache.flush(30_000)
+            longer = LONG + first.text + OTHER
+            for _ in range(3):
+                other.reset()
+                assert ask(other, longer, max_tokens=1).report.source == "shared"
+            assert counters(cache)["read_slabs"] >= 3
+            assert len(cache._buffers._free) == 1
+            llama.close()
+            other.close()
+    finally:
+        process.stop()
