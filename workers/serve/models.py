@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, NoReturn
@@ -31,7 +30,7 @@ from msgspec.structs import replace
 
 from shmcache.client import Cache, attach
 from shmcache.identity import ctx_params_hash
-from shmcache.key import PrefixWalk
+from shmcache.workers.lookup import reusable_tokens
 from shmcache.workers.rows import Author
 from shmcache.workers.serve import answers
 from shmcache.workers.serve.settings import Settings
@@ -114,7 +113,8 @@ class ServedLlama(SharedLlama):
     def _serve_tenant(self, tenant: str | None) -> None:
         with self._lock:
             if tenant != self._tenant:
-                self.reset()  # under the old tenant: what is in the cells is that one's
+                self._save_before_loss(b"", 0)  # under the old tenant: what is in the cells is that one's
+                self.reset()
                 self._author, self._tenant = self._author_of(tenant), tenant
 
     def _author_of(self, tenant: str | None) -> Author | None:
@@ -180,14 +180,9 @@ class ServedLlama(SharedLlama):
     def reusable_tokens(self, tenant: str | None, tokens: list[int]) -> int:
         """How many tokens of this prompt a request of this tenant would find in the cache."""
         author = self._author_of(tenant)
-        if author is None or len(tokens) < 2:
+        if author is None:
             return 0
-        text = self._renderer.render(tokens)
-        for hit in self._edge.candidates(PrefixWalk(author.identity.seed, text.text)):
-            covered = bisect_right(text.ends, hit.image.meta.text_bytes)
-            hit.close()
-            return min(covered, len(tokens) - 1)  # the last one is always decoded, for its logits
-        return 0
+        return reusable_tokens(self._edge, self._renderer, author.identity, tokens)
 
 
 class _Heard(Exception):
