@@ -78,22 +78,20 @@ class _View:
         self.epoch = epoch
         self._mapping = mapping
         self._decisions = decisions
-        self._local = threading.local()
+        self.local = threading.local()
         self.reader()
 
     def reader(self) -> IndexReader:
         """This thread's reader. Raises LayoutMismatch."""
-        reader: IndexReader | None = getattr(self._local, "reader", None)
+        reader: IndexReader | None = getattr(self.local, "reader", None)
         if reader is None:
-            reader = self._local.reader = IndexReader(self._mapping.bytes)
+            reader = self.local.reader = IndexReader(self._mapping.bytes)
         return reader
 
     def decisions(self, page: WorkerPage | None) -> TableReader:
         """This thread's reader of the decision table; hits are noted in the page. Raises LayoutMismatch."""
-        reader: TableReader | None = getattr(self._local, "decisions", None)
-        if reader is None:
-            ring = Ring(*page.decision_ring()) if page is not None else None
-            reader = self._local.decisions = TableReader(self._decisions.bytes, ring)
+        ring = Ring(*page.decision_ring()) if page is not None else None
+        reader = self.local.decisions = TableReader(self._decisions.bytes, ring)
         return reader
 
 
@@ -137,7 +135,10 @@ class Connection:
             if self._attach() is None:
                 return None
             view = self._view
-        return view.decisions(self._page) if view is not None else None
+        if view is None:
+            return None
+        reader: TableReader | None = getattr(view.local, "decisions", None)
+        return reader if reader is not None else view.decisions(self._page)
 
     @property
     def clear(self) -> int:

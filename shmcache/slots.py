@@ -210,19 +210,36 @@ class SlotWriter(SlotReader):
         buckets = {choice % self._buckets for choice in _places(key)[1:]}
         return [bucket * SLOTS + number for bucket in buckets for number in range(SLOTS)]
 
-    def publish(self, slot: int, key: bytes, body: bytes, replaced: Entry | None) -> int:
-        """Show an entry in a free slot; the entry that it replaces goes afterwards. Returns its word."""
+    def get(self, key: bytes) -> Entry | None:
+        """The entry of a key, or None. What the one writer sees is whole, so nothing is checked."""
+        tag, *choices = _places(key)
+        for choice in choices:
+            bucket = choice % self._buckets * SLOTS
+            slot = self._find(tag, bucket, bucket + SLOTS)
+            while slot >= 0:
+                start = slot * self._size + self._start
+                if (word := self._words[slot]) and self._raw[start + 8 : start + 24] == key:
+                    return self._image(slot), slot, word
+                slot = self._find(tag, slot + 1, bucket + SLOTS)
+        return None
+
+    def next_word(self) -> int:
+        """The word of the next publication."""
         self._generation += 1
-        word = self._generation << 8 | _PUBLISHED
-        sealed = word.to_bytes(8, "little") + key + body
+        return self._generation << 8 | _PUBLISHED
+
+    def publish(self, slot: int, image: bytes, replaced: Entry | None) -> None:
+        """Show an entry in a free slot; the entry that it replaces goes afterwards.
+
+        image is the whole entry but its check, and begins with next_word() and the key.
+        """
         start = slot * self._size + self._start
-        self._raw[start + 8 : start + self._size] = sealed[8:] + _CHECK.pack(crc32c(sealed))  # P1 body
-        self._raw[slot : slot + 1] = key[:1]  # P2 tag
-        self._words[slot] = word  # P3 word
+        self._raw[start + 8 : start + self._size] = image[8:] + _CHECK.pack(crc32c(image))  # P1 body
+        self._raw[slot : slot + 1] = image[8:9]  # P2 tag
+        self._words[slot] = int.from_bytes(image[:8], "little")  # P3 word
         if replaced is not None:
             self._replacements[0] += 1  # P4 replaced
             self._words[replaced[1]] = 0  # P5 old word
-        return word
 
     def remove(self, slot: int) -> None:
         """Take an entry out."""

@@ -37,7 +37,7 @@ LAYERS: dict[str, str] = {
     "slab": "shm kvc page",
     "tiers": "shm key kvc protocol slab",
     "decisions.table": "slots",
-    "decisions.db": "shm",
+    "decisions.db": "shm decisions.table",
     "view": "shm key kvc protocol control page index tiers",
     "coordinator": "policy reservation lru protocol key kvc index tiers page control",
     "decisions.arbiter": "claims coordinator lru protocol slots decisions.table decisions.db",

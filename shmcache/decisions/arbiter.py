@@ -32,8 +32,8 @@ from crc32c import crc32c
 from shmcache import protocol
 from shmcache.claims import Claim, Claims, Event, State
 from shmcache.coordinator import Reply
-from shmcache.decisions.db import Batch, Durability, Record
-from shmcache.decisions.table import KEY_BYTES, Decision, TableWriter, ended, has_units
+from shmcache.decisions.db import Batch, Durability
+from shmcache.decisions.table import KEY_BYTES, Record, TableWriter, ended, has_units
 from shmcache.lru import UseOrder
 from shmcache.protocol import (
     NO_MAILBOX,
@@ -92,9 +92,8 @@ class _Adding(msgspec.Struct):
 class _Pending(msgspec.Struct):
     """A key that is being committed; those who added it, the first one first."""
 
-    decision: Decision
+    record: Record
     ends_ns: int
-    sequence: int
     waiters: list[tuple[_Adding, int]]
     is_deleted: bool = False
 
@@ -139,6 +138,7 @@ class Arbiter:
         # Mailboxes whose request has no answer yet; one that asks anew is not written to for the old one.
         self._parked: dict[tuple[int, int], int] = {}
         self._replies: list[Reply] = []
+        self._counts: dict[str, int] = {}
         self._swept = 0
         table.set_stat("max_rows", table.max_rows)
         table.set_stat("durability", DURABILITY_NUMBER[durability] if submit is not None else 0)
@@ -183,7 +183,7 @@ class Arbiter:
             if holder is not None and holder.is_overdue(now.boot_ns):
                 self._overtake(holder)
         if self._claims.is_held(request.keys) or any(key in self._pending for key in request.keys):
-            self._table.add_stat("claims_held")
+            self._count("claims_held")
             return Claimed("held")
         claim = Claim(
             token=random.getrandbits(63),
@@ -194,7 +194,7 @@ class Arbiter:
             keys=dict.fromkeys(request.keys, State.HELD),
         )
         self._claims.open(claim)
-        self._table.add_stat("claims")
+        self._count("claims")
         return Claimed("granted", claim.token)
 
     def _await(self, request: AwaitClaims) -> None:
@@ -208,7 +208,7 @@ class Arbiter:
     def _add(self, request: Add, outbox: Callable[[int, int], bytes], now: Now) -> None:
         items = self._items(request, outbox)
         adding = _Adding(self._park(request, Added([])), request, [None] * len(items), len(items))
-        self._table.add_stat("adds", len(items))
+        self._count("adds", len(items))
         for position, item in enumerate(items):
             verdict = self._add_one(adding, position, item, now)
             if verdict is not None:
@@ -243,11 +243,10 @@ class Arbiter:
             return "held"
         if not self._table.could_fit(item.value):
             return "too_large"
-        decision, ends_ns = self._decided(key, item.value, item.ttl_ms, now)
-        sequence = self._record(key, item.value, item.ttl_ms, now)
+        record, ends_ns = self._record(key, item.value, item.ttl_ms, now)
         if not self._waits_for_commit:
-            return "stored" if self._publish(decision, ends_ns, sequence, now) else "too_large"
-        self._pending[key] = _Pending(decision, ends_ns, sequence, [(adding, position)])
+            return "stored" if self._publish(record, ends_ns, now) else "too_large"
+        self._pending[key] = _Pending(record, ends_ns, [(adding, position)])
         return None
 
     def _renew(self, request: Renew, now: Now) -> Deleted:
@@ -259,9 +258,7 @@ class Arbiter:
             return Deleted(1)
         decision = self._table.decision(entry)
         assert decision is not None
-        sequence = self._record(request.key, decision.value, request.ttl_ms, now)
-        renewed, ends_ns = self._decided(request.key, decision.value, request.ttl_ms, now)
-        self._publish(renewed, ends_ns, sequence, now)
+        self._publish(*self._record(request.key, decision.value, request.ttl_ms, now), now)
         return Deleted(0)
 
     def _delete(self, request: Delete) -> None:
@@ -275,7 +272,7 @@ class Arbiter:
             if (entry := self._table.entry(key)) is not None:
                 self._remove(entry)
                 count += 1
-        self._table.add_stat("deleted", count)
+        self._count("deleted", count)
         self._answer_when_committed(request, Deleted(count))
 
     def _forget_all(self, request: Clear) -> None:
@@ -290,7 +287,7 @@ class Arbiter:
         for entry in list(self._table.entries()):
             self._remove(entry)
             count += 1
-        self._table.add_stat("deleted", count)
+        self._count("deleted", count)
         self._records.clear()
         self._gone.clear()
         self._commit_batch(forget_all=True, answer=self._park(request, Deleted(count)))
@@ -305,9 +302,7 @@ class Arbiter:
             if ends_ns is None or len(record.key) != KEY_BYTES:
                 self._gone.append(record.sequence)
                 continue
-            expires = record.expires_ms / 1000 if record.expires_ms is not None else None
-            decision = Decision(record.key, record.value, expires, _shown(record.written_ms))
-            self._publish(decision, ends_ns, record.sequence, now)
+            self._publish(record, ends_ns, now)
         self._table.set_stat("loaded", len(self._table))
         self._commit()
         return len(self._table)
@@ -315,7 +310,7 @@ class Arbiter:
     def committed(self, batch: Batch, why: str, now: Now) -> list[Reply]:
         """A batch is on the disk, or failed: publish, then acknowledge (I2)."""
         keys, answers = self._committing.pop(batch.number)
-        self._table.add_stat("commits")
+        self._count("commits")
         for key in keys:
             self._conclude(key, self._pending.pop(key), why, now)
         for answer in answers:
@@ -371,8 +366,8 @@ class Arbiter:
             verdict: AddVerdict = "failed"
         elif pending.is_deleted:
             verdict = "ended"
-            self._gone.append(pending.sequence)
-        elif self._publish(pending.decision, pending.ends_ns, pending.sequence, now):
+            self._gone.append(pending.record.sequence)
+        elif self._publish(pending.record, pending.ends_ns, now):
             verdict = "stored"
         else:
             verdict = "too_large"
@@ -380,9 +375,9 @@ class Arbiter:
             self._settle(adding, position, "held" if number and verdict == "stored" else verdict)
         self._wake(key)
 
-    def _publish(self, decision: Decision, ends_ns: int, sequence: int, now: Now) -> bool:
+    def _publish(self, record: Record, ends_ns: int, now: Now) -> bool:
         """Into the table, for which others may leave; where there is no room at all, its record goes."""
-        table, key = self._table, decision.key
+        table, key = self._table, record.key
         replaced = table.entry(key)
         while replaced is None and len(table) >= table.max_rows:
             self._evict(next(self._order.coldest(_LIST)))
@@ -390,17 +385,17 @@ class Arbiter:
             kept = replaced[1] if replaced is not None else -1
             others = [other for other in table.choices(key) if other != kept]
             self._evict(min(others, key=self._order.used_unix_s.__getitem__))
-        while not table.fits(decision.value):
+        while not table.fits(record.value):
             victim = self._coldest_with_units(key)
             if victim is None:
-                self._gone.append(sequence)
+                self._gone.append(record.sequence)
                 return False
             self._evict(victim)
-        table.put(slot, decision, ends_ns, replaced)
+        table.put(slot, record, ends_ns, replaced)
         if replaced is not None:
             self._order.remove(replaced[1])
             self._gone.append(self._sequences[replaced[1]])
-        self._sequences[slot] = sequence
+        self._sequences[slot] = record.sequence
         self._order.add(slot, _LIST, _shown(now.unix_ms))
         if (claim := self._claims.by_key(key)) is not None:
             self._advance(claim, key, Event.DECIDED)
@@ -417,13 +412,13 @@ class Arbiter:
         entry = self._table.at(slot)
         assert entry is not None, f"slot {slot} is in the order of use and not in the table"
         self._remove(entry)
-        self._table.add_stat("evicted")
+        self._count("evicted")
 
     def _expire(self, entry: Entry, now: Now) -> bool:
         if not ended(entry, now.boot_ns):
             return False
         self._remove(entry)
-        self._table.add_stat("expired")
+        self._count("expired")
         return True
 
     def _remove(self, entry: Entry) -> None:
@@ -438,14 +433,6 @@ class Arbiter:
     def _entries(self) -> Iterator[Entry]:
         return iter(list(self._table.entries()))
 
-    def _decided(self, key: bytes, value: bytes, ttl_ms: int | None, now: Now) -> tuple[Decision, int]:
-        """A decision that begins to live now, and the boot-time instant at which it ends; 0: never."""
-        written_s = _shown(now.unix_ms)
-        if ttl_ms is None:
-            return Decision(key, value, None, written_s), 0
-        expires = (now.unix_ms + ttl_ms) / 1000
-        return Decision(key, value, expires, written_s), now.boot_ns + ttl_ms * 1_000_000
-
     # ---- claims and waiters
 
     def _let_go(self, claim: Claim, client: int) -> None:
@@ -455,7 +442,7 @@ class Arbiter:
                 self._advance(claim, key, Event.RELEASED)
 
     def _overtake(self, claim: Claim) -> None:
-        self._table.add_stat("claims_overtaken")
+        self._count("claims_overtaken")
         for key in claim.held:
             self._advance(claim, key, Event.OVERTAKEN)
 
@@ -470,12 +457,13 @@ class Arbiter:
 
     # ---- commits
 
-    def _record(self, key: bytes, value: bytes, ttl_ms: int | None, now: Now) -> int:
-        """Into the database with the next commit; returns the record's sequence."""
+    def _record(self, key: bytes, value: bytes, ttl_ms: int | None, now: Now) -> tuple[Record, int]:
+        """A decision that begins to live now, in the database with the next commit; and when it ends (I5)."""
         self._sequence += 1
         expires_ms = None if ttl_ms is None else now.unix_ms + ttl_ms
-        self._records.append(Record(self._sequence, key, value, now.unix_ms, expires_ms))
-        return self._sequence
+        record = Record(self._sequence, key, value, now.unix_ms, expires_ms)
+        self._records.append(record)
+        return record, 0 if ttl_ms is None else now.boot_ns + ttl_ms * 1_000_000
 
     def _commit(self) -> None:
         if self._records or self._gone:
@@ -505,7 +493,7 @@ class Arbiter:
     def _settle(self, adding: _Adding, position: int, verdict: AddVerdict) -> None:
         adding.verdicts[position] = verdict
         adding.left -= 1
-        self._table.add_stat(_VERDICT_STATS[verdict])
+        self._count(_VERDICT_STATS[verdict])
         if not adding.left and adding.reply is not None:
             said = [verdict for verdict in adding.verdicts if verdict is not None]
             self._reply_if_parked(msgspec.structs.replace(adding.reply, body=Added(said)))
@@ -527,8 +515,13 @@ class Arbiter:
             self._replies.append(reply)
 
     def _take_replies(self) -> list[Reply]:
+        for name, count in self._counts.items():
+            self._table.set_stat(name, count)
         replies, self._replies = self._replies, []
         return replies
+
+    def _count(self, name: str, by: int = 1) -> None:
+        self._counts[name] = self._counts.get(name, 0) + by
 
 
 def _ends_ns(record: Record, now: Now) -> int | None:

@@ -37,6 +37,7 @@ from typing import Literal
 import msgspec
 
 from shmcache import shm
+from shmcache.decisions.table import Record
 from shmcache.errors import ForeignObject
 
 log = logging.getLogger(__name__)
@@ -66,16 +67,6 @@ def remove(path: Path) -> list[str]:
     for file in gone:
         file.unlink()
     return [str(file) for file in gone]
-
-
-class Record(msgspec.Struct, frozen=True, gc=False):
-    """One row. sequence grows with every record that is written: the order in which they came."""
-
-    sequence: int
-    key: bytes
-    value: bytes
-    written_ms: int
-    expires_ms: int | None
 
 
 class Batch(msgspec.Struct):

@@ -91,11 +91,12 @@ STAT_NAMES = (
 
 _clock, _BOOTTIME = time.clock_gettime_ns, time.CLOCK_BOOTTIME
 _INSIDE = 0xFFFFFFFF
+_ENTRY = struct.Struct("<Q16sQdIIII196s")
 _FIXED = struct.Struct("<QdIIII")
 _FIXED_AT = 8 + KEY_BYTES
 _VALUE_AT = _FIXED_AT + _FIXED.size
 _fixed = _FIXED.unpack_from
-assert _VALUE_AT + INSIDE_BYTES + 4 == ENTRY_BYTES
+assert _ENTRY.size + 4 == _VALUE_AT + INSIDE_BYTES + 4 == ENTRY_BYTES
 
 _MAGIC = int.from_bytes(b"shmcdec1", "little")
 _MAGIC_WORD, _LAYOUT_WORD, _EPOCH_WORD, _MAX_ROWS_WORD, _BUCKETS_WORD, _UNITS_WORD = range(6)
@@ -112,8 +113,18 @@ LAYOUT_HASH = int.from_bytes(
 )
 
 
+class Record(msgspec.Struct, frozen=True, gc=False):
+    """A decision as the coordinator keeps it. sequence grows with every one: the order in which they came."""
+
+    sequence: int
+    key: bytes
+    value: bytes
+    written_ms: int
+    expires_ms: int | None
+
+
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """One entry, for people, for eviction and for the database."""
+    """One entry, for people and for renewal."""
 
     key: bytes
     value: bytes
@@ -258,6 +269,7 @@ class TableWriter(TableReader):
     def __init__(self, buffer: memoryview) -> None:
         super().__init__(buffer)
         self._free = Units(self._header[_UNITS_WORD])
+        self._rows = 0
         self.set_stat("units", self._header[_UNITS_WORD])
 
     def _open(self, raw: mmap, place: Place, replacements: memoryview) -> SlotReader:
@@ -312,47 +324,57 @@ class TableWriter(TableReader):
         """Whether there would be room for a value if nothing else were there."""
         return len(value) <= INSIDE_BYTES or self._free.could_have(units_of(value))
 
-    def put(self, slot: int, decision: Decision, ends_ns: int, replaced: Entry | None) -> None:
+    def put(self, slot: int, record: Record, ends_ns: int, replaced: Entry | None) -> None:
         """Show a decision in a free slot of its key, in place of the entry that the key has.
 
-        The caller has made room: fits(value) is true.
+        The caller has made room: fits(value) is true. It lives until ends_ns by CLOCK_BOOTTIME; 0: for ever.
         """
-        key, value = decision.key, decision.value
-        if len(value) <= INSIDE_BYTES:
-            unit, crc, inside = _INSIDE, 0, value
-        else:
+        value = inside = record.value
+        unit, crc = _INSIDE, 0
+        if len(value) > INSIDE_BYTES:
             unit, crc, inside = self._free.take(units_of(value)), crc32c(value), b""
             start = self._units_at + unit * UNIT_BYTES
             self._raw[start : start + len(value)] = value
-        fixed = _FIXED.pack(
-            ends_ns, decision.expires_unix_s or 0.0, decision.written_unix_s, len(value), unit, crc
+            self.set_stat("units_used", self._free.used)
+        image = _ENTRY.pack(
+            self._writer.next_word(),
+            record.key,
+            ends_ns,
+            record.expires_ms / 1000 if record.expires_ms is not None else 0.0,
+            min(max(0, record.written_ms // 1000), 0xFFFFFFFF),
+            len(value),
+            unit,
+            crc,
+            inside,
         )
-        self._writer.publish(slot, key, fixed + inside.ljust(INSIDE_BYTES, b"\0"), replaced)
+        self._writer.publish(slot, image, replaced)
         if replaced is not None:
             self._give_units(replaced)
         else:
-            self.add_stat("rows", 1)
-            self.set_stat("units_used", self._free.used)
+            self._count_rows(1)
 
     def remove(self, entry: Entry) -> None:
         """Take an entry out; its units are free afterwards (I3)."""
         self._writer.remove(entry[1])
         self._give_units(entry)
-        self.add_stat("rows", -1)
+        self._count_rows(-1)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def _count_rows(self, by: int) -> None:
+        self._rows += by
+        self._header[_STAT_WORD["rows"]] = self._rows
 
     def _give_units(self, entry: Entry) -> None:
         _ends, _expires, _written, value_bytes, unit, _crc = _fixed(entry[0], _FIXED_AT)
         if unit != _INSIDE:
             self._free.give(unit, -(-value_bytes // UNIT_BYTES))
-        self.set_stat("units_used", self._free.used)
+            self.set_stat("units_used", self._free.used)
 
     def set_stat(self, name: str, value: int) -> None:
         """Show a figure to everybody."""
         self._header[_STAT_WORD[name]] = value
-
-    def add_stat(self, name: str, by: int = 1) -> None:
-        """Move a figure."""
-        self._header[_STAT_WORD[name]] += by
 
 
 def units_of(value: bytes) -> int:

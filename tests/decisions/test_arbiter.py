@@ -13,8 +13,8 @@ from shmcache import protocol
 from shmcache.connection import Head
 from shmcache.decisions import table
 from shmcache.decisions.arbiter import Arbiter, Now
-from shmcache.decisions.db import Batch, Record
-from shmcache.decisions.table import Ring, TableReader, TableWriter
+from shmcache.decisions.db import Batch
+from shmcache.decisions.table import Record, Ring, TableReader, TableWriter
 from shmcache.protocol import (
     NO_MAILBOX,
     Add,

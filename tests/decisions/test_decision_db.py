@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from shmcache.decisions import db
-from shmcache.decisions.db import Batch, Committer, Database, Record, load
+from shmcache.decisions.db import Batch, Committer, Database, load
+from shmcache.decisions.table import Record
 
 A, B = Record(1, b"a" * 16, b"1", 10, None), Record(2, b"b" * 16, b"2", 20, 30)
 

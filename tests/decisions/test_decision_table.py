@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmcache.decisions import table
-from shmcache.decisions.table import INSIDE_BYTES, UNIT_BYTES, Decision, TableReader, TableWriter, Units
+from shmcache.decisions.table import INSIDE_BYTES, UNIT_BYTES, Record, TableReader, TableWriter, Units
 from shmcache.errors import LayoutMismatch
 
 
@@ -40,7 +40,8 @@ class Pair:
             assert entry is not None
             self.writer.remove(entry)
         assert self.writer.fits(value)
-        self.writer.put(slot, Decision(key, value, expires, 1), ends_ns, self.writer.entry(key))
+        expires_ms = int(expires * 1000) if expires is not None else None
+        self.writer.put(slot, Record(1, key, value, 1000, expires_ms), ends_ns, self.writer.entry(key))
 
 
 @pytest.fixture
