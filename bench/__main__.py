@@ -12,7 +12,7 @@ import sys
 import bench
 from bench.harness import run
 
-_NOT_BENCHES = {"__main__", "harness", "hits", "states"}
+_NOT_BENCHES = {"__main__", "eviction_trace", "harness", "hits", "states"}
 
 
 def names() -> list[str]:

@@ -42,6 +42,7 @@ class Options(msgspec.Struct, frozen=True):
     """What the command line asks for. `quick`: fewer and shorter rounds, the same rows."""
 
     quick: bool
+    trace: Path | None = None
 
     @property
     def repeats(self) -> int:
@@ -108,9 +109,10 @@ def run(name: str, rows: Callable[[Options], Iterable[Row]], arguments: Sequence
     parser = argparse.ArgumentParser(prog=f"python -m bench {name}")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: under 50 s")
+    parser.add_argument("--trace", metavar="FILE", type=Path, help="for eviction: the requests to replay")
     chosen = parser.parse_args(arguments)
     done = []
-    for row in rows(Options(quick=chosen.quick)):
+    for row in rows(Options(quick=chosen.quick, trace=chosen.trace)):
         print(
             f"{row.name:<34} {row.ours:>10.3f} {row.unit:<6} {row.peer}: {row.peer_value:.3f}"
             f"   ratio {row.ratio:.3f}",

@@ -30,6 +30,7 @@ SIZES = (
     "decisions_bytes",
 )
 DURABILITIES = ("full", "commit", "memory")
+Eviction = Literal["lru", "cost"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_ROWS_LIMIT = 4_000_000
 
@@ -71,6 +72,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_write_bytes_per_s  bound of the copies to disk, which spares others who use it; 0: none.
     max_rows                capacity of the index in rows; 65,536 rows of 40 MB are 2.6 TB, more than
                             any memory tier holds, in 36 MB of index.
+    eviction                who leaves a full tier: `lru` the row without use the longest, `cost` the one
+                            that is expected to spare the least prefill for its bytes.
     decisions_rows          capacity of the decision table: 16,384 take 7.5 MB of /dev/shm.
     decisions_bytes         beside it, for decisions that compress to more than 196 bytes.
     decisions_durability    what an acknowledged decision survives: `full` a power loss, `commit` any
@@ -87,6 +90,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: int | None = None
     disk_write_bytes_per_s: int = 0
     max_rows: int = 65_536
+    eviction: Eviction = "lru"
     decisions_rows: int = 16_384
     decisions_bytes: int = 4 << 20
     decisions_durability: Literal["full", "commit", "memory"] = "commit"

@@ -34,11 +34,13 @@ from itertools import islice
 
 import msgspec
 
+from shmcache.config import Eviction
 from shmcache.errors import CorruptSlab, ForeignObject, mib
-from shmcache.index import Found, IndexWriter, Row
+from shmcache.eviction import HEAD, Entry, Residents
+from shmcache.index import Found, IndexWriter, Published, Row
 from shmcache.key import identity_tag
 from shmcache.kvc import HEAD_DETAIL
-from shmcache.lru import NONE, UseOrder
+from shmcache.policy import Speed, gain_ms_per_byte
 from shmcache.protocol import (
     NO_MAILBOX,
     AnyReply,
@@ -62,9 +64,7 @@ from shmcache.tiers.supervisor import Done, Lane, LaneState, Link, Look, Remove,
 
 log = logging.getLogger(__name__)
 
-FLAG_HEAD = 1
 _NOBODY = -1  # client of what is adopted: its owner was another coordinator's
-_MOST = 0xFFFFFFFF
 _SURVEY_SLICE = 2_000
 
 
@@ -109,6 +109,14 @@ class TierState(msgspec.Struct):
         return self.lane.tier.number
 
 
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that decide who may stay (config.CoordinatorConfig says what they mean)."""
+
+    eviction: Eviction = "lru"
+
+
+_DEFAULTS = Rules()
+
 _Place = tuple[int, int]  # client, mailbox
 
 
@@ -122,6 +130,8 @@ class Coordinator:
         epoch: int,
         forget: int,
         unnamed_bytes: Callable[[], Mapping[int, int]],
+        *,
+        rules: Rules = _DEFAULTS,
     ) -> None:
         """Nothing is adopted yet.
 
@@ -131,6 +141,7 @@ class Coordinator:
             epoch: of the messages to be answered.
             forget: the control page's forget number.
             unnamed_bytes: by client, the bytes without a name that each worker says it holds.
+            rules: who may stay.
         """
         self._index = index
         self._tiers = {state.number: state for state in tiers}
@@ -140,7 +151,7 @@ class Coordinator:
         self._held: dict[int, int] = {}
         self._held_before: dict[int, int] = {}
         self._reservations = Reservations()
-        self._order = UseOrder(index.slots, len(Tier))
+        self._order = Residents(index.slots, len(Tier), rules.eviction)
         # Who waits for a key (Await) or for a token (Written): place and request. Only those still
         # parked are answered.
         self._waiters: dict[bytes | int, list[tuple[_Place, int]]] = {}
@@ -324,8 +335,7 @@ class Coordinator:
             slot = word & 0xFFFFFFFF
             found = self._index.at(slot) if slot < self._index.slots else None
             if found is not None and found.word >> 8 & 0xFFFFFFFF == word >> 32:
-                self._order.hits[slot] = min(self._order.hits[slot] + 1, _MOST)
-                self._warm(slot, found.row.tier, now)
+                self._used_since_stored.update(self._order.use(slot, now.unix_s))
 
     def adopt(self, now: Now) -> int:
         """At start: enter every slab that validates, in order of last use; returns how many."""
@@ -621,7 +631,7 @@ class Coordinator:
             token_count=meta.token_count,
             tier=state.number,
             reason=meta.save_reason,
-            flags=FLAG_HEAD if meta.reason_detail == HEAD_DETAIL else 0,
+            flags=HEAD if meta.reason_detail == HEAD_DETAIL else 0,
         )
         is_full = self._index.get(row.key) is None and len(self._index) >= self._index.max_rows
         published = None
@@ -630,53 +640,41 @@ class Coordinator:
         if published is None:
             self._release(state, row.key, row.slab_bytes)
             return False
+        entry = self._entry(row, slab, published)
         for gone in (published.evicted, published.replaced):
             if gone is not None:
                 # A row that replaces its like lies under the same name.
                 self._forget_row(gone, keep_file=(gone.row.key, gone.row.tier) == (row.key, row.tier))
-        # A file may say anything of its last use; the future is not believed.
-        used_unix_s = min(meta.last_used_unix_s, self._now.unix_s)
-        self._order.add(published.slot, row.tier, used_unix_s, meta.hit_count)
+        self._order.enter(published.slot, entry)
         state.used_bytes += row.slab_bytes
         state.rows += 1
         self._descend(published.slot, row.text_bytes, made_from)
         return True
 
+    def _entry(self, row: Row, slab: Slab, published: Published) -> Entry:
+        """What eviction has to know; a row that replaces another of its key inherits its uses."""
+        meta, now_s = slab.head.meta, self._now.unix_s
+        # A file may say anything of its times; the future is not believed.
+        uses, used_unix_s = meta.hit_count, min(meta.last_used_unix_s, now_s)
+        if (before := published.replaced) is not None:
+            uses = max(uses, self._order.hits[before.slot])
+            used_unix_s = max(used_unix_s, self._order.used_unix_s[before.slot])
+        return Entry(
+            tier=row.tier,
+            mark=published.word >> 8 & 0xFFFFFFFF,
+            tokens=row.token_count,
+            gain_ms_per_byte=gain_ms_per_byte(row.token_count, row.slab_bytes, Speed()),
+            made_unix_s=min(meta.created_unix_s, now_s),
+            used_unix_s=used_unix_s,
+            uses=uses,
+            flags=row.flags,
+        )
+
     def _descend(self, slot: int, text_bytes: int, made_from: bytes | None) -> None:
-        """Note the row it was made from, and let the plain waypoints on the way there go cold."""
-        parent = self._index.get(made_from) if made_from is not None else None
-        if parent is None or parent.row.text_bytes >= text_bytes:
-            return
-        self._order.base[slot] = parent.slot
-        self._order.base_mark[slot] = parent.word >> 8 & 0xFFFFFFFF
-        self._order.children[parent.slot] += 1
-        for found in self._ancestors(slot):
-            used_by_others = self._order.children[found.slot] > 1 or self._order.hits[found.slot] > 1
-            if not used_by_others and not found.row.flags & FLAG_HEAD:
-                self._order.cool(found.slot, found.row.tier)
-
-    def _warm(self, slot: int, number: int, now: Now) -> None:
-        """A touch, and one for those it was made from that others need too."""
-        needed = [(slot, number)]
-        for found in self._ancestors(slot):
-            if found.row.flags & FLAG_HEAD or self._order.children[found.slot] > 1:
-                needed.append((found.slot, found.row.tier))
-        for used, tier in reversed(needed):
-            self._order.warm(used, tier)
-            self._order.used_unix_s[used] = now.unix_s
-            self._used_since_stored.add(used)
-
-    def _ancestors(self, slot: int) -> Iterator[Found]:
-        """The rows that a slot's row was made from, nearest first, as far as they are still here.
-
-        Each is shorter than the one before it, so the walk ends.
-        """
-        while (above := self._order.base[slot]) != NONE:
-            found = self._index.at(above)
-            if found is None or found.word >> 8 & 0xFFFFFFFF != self._order.base_mark[slot]:
-                return
-            yield found
-            slot = above
+        """Note the row that it was made from."""
+        above = self._index.get(made_from) if made_from is not None else None
+        if above is not None and above.row.text_bytes < text_bytes:
+            self._order.descend(slot, above.slot)
 
     def _has_room(self, state: TierState) -> bool:
         """Whether what has just been charged fits: on its way, and where it goes."""
@@ -698,7 +696,7 @@ class Coordinator:
         if short_bytes <= 0:
             return victims, short_bytes
         protected = self._protected()
-        for slot in self._order.coldest(state.number):
+        for slot in self._order.leaving(state.number, self._now.unix_s):
             if slot not in protected and (found := self._index.at(slot)) is not None:
                 victims.append(found)
                 short_bytes -= found.row.slab_bytes
@@ -752,14 +750,14 @@ class Coordinator:
             found = self._index.get(reservation.base) if reservation.base is not None else None
             if found is not None and found.slot not in slots:
                 slots.add(found.slot)
-                slots.update(above.slot for above in self._ancestors(found.slot))
+                slots.update(self._order.ancestors(found.slot))
         return slots
 
     def _evict_one(self, state: TierState) -> bool:
         """Make place for one more row: the coldest of this tier that may leave, else of any tier."""
         protected = self._protected()
         for tier in (state, *self._tiers.values()):
-            for slot in self._order.coldest(tier.number):
+            for slot in self._order.leaving(tier.number, self._now.unix_s):
                 if slot not in protected and (found := self._index.at(slot)) is not None:
                     self._evict([found])
                     return True
@@ -776,11 +774,7 @@ class Coordinator:
 
     def _forget_row(self, found: Found, *, keep_file: bool) -> None:
         """A row has left the index: its place, its bytes and its file go too."""
-        self._order.remove(found.slot)
-        above = self._order.base[found.slot]
-        if above != NONE and next(self._ancestors(found.slot), None) is not None:
-            self._order.children[above] -= 1
-        self._order.base[found.slot] = NONE
+        self._order.leave(found.slot)
         self._used_since_stored.discard(found.slot)
         state = self._tiers[Tier(found.row.tier)]
         state.used_bytes -= found.row.slab_bytes

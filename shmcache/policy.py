@@ -1,4 +1,4 @@
-"""Where is a prompt cut into batches, and which of those boundaries is worth a row?
+"""Where is a prompt cut into batches, which of those boundaries is worth a row, and what is a row worth?
 
     0        256       512       768    A1=832   1024            A2=1536         n-1 n      n_ubatch 512
     ├─────────────────────┼─────────────────┼─────┼────────────────┼──────────────┼─┤
@@ -17,20 +17,30 @@ Why 64: with flash attention and f16 or f32 K/V, llama.cpp picks its kernel by t
 and more, 2 to 63, and 1 differ. A batch of 64 rows or more may end anywhere without changing a bit; the
 shorter one that a multiple of n_ubatch would leave before the last token is avoided (`cuts`).
 
-Owner: nobody, the functions are pure. Readers: workers (before each prefill).
+A row's worth, by which `--eviction cost` chooses who leaves, is the prefill that one of its bytes may still
+spare: (chance of another use) x (prefill - restore, in ms) / bytes. With c the share of such rows that are
+used again at all, and half of these uses still to come after each half-life h, a row that was not used for
+the time a is used yet with the chance  c 2^(-a/h) / (1 - c + c 2^(-a/h)).
+
+Owner: nobody, the functions are pure. Readers: workers (before each prefill), eviction.
 Invariants
     I1  `cuts` ascends, ends at n_tokens, and no batch is longer than n_ubatch.
     I2  From any cut on, the cuts that follow are the same ones: cuts(c, …) is the rest of cuts(s, …).
     I3  Anchors are 64 or more apart, and 64 or more before the one at n - 1.
-Leaves out: whom to evict (lru), what a worker does at a boundary (workers.shared_llama).
+Leaves out: chances and mean gaps as they are observed (eviction), what a worker does at a boundary
+(workers.shared_llama).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+import msgspec
+
 from shmcache.config import Gates
+from shmcache.errors import MIB
 
 KERNEL_ROWS = 64  # the fewest rows of a batch that llama.cpp's flash attention treats like any longer one
 
@@ -111,3 +121,49 @@ def _multiples(begin: int, end: int, last: int, n_ubatch: int) -> Iterator[int]:
                 cut = moved
         yield cut
         before = cut
+
+
+class Speed(msgspec.Struct, frozen=True):
+    """How fast a model's prompts are computed and its rows restored.
+
+    Until it is measured: a small model on two cores. Rows of one model rank alike whatever stands here.
+    """
+
+    prefill_ms_per_token: float = 5.0
+    restore_ms_per_mib: float = 0.15
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """What eviction knows of a row.
+
+    gain_ms_per_byte  what a use spares, over the row's bytes.
+    chance            that it would be used again, when it was used last; 0 < chance < 1.
+    used_s            when that was, or when it was made.
+    is_dominated      one row was made from it and stands for it: nobody else has used it, and it is no head.
+    """
+
+    gain_ms_per_byte: float
+    chance: float
+    used_s: float
+    is_dominated: bool
+
+
+def gain_ms_per_byte(token_count: int, slab_bytes: int, speed: Speed) -> float:
+    """What one use of a row spares, over its bytes: its prefill, less its restore."""
+    prefill_ms = token_count * speed.prefill_ms_per_token
+    restore_ms = slab_bytes / MIB * speed.restore_ms_per_mib
+    return max(0.0, prefill_ms - restore_ms) / slab_bytes
+
+
+def worth(row: Standing, now_s: float, half_life_s: float) -> float:
+    """Milliseconds of prefill that keeping one byte of the row may still spare.
+
+    Args:
+        row: what is known of it.
+        now_s: the clock that used_s was read from.
+        half_life_s: of what is still expected of a row, from its last use on.
+    """
+    if row.is_dominated:
+        return 0.0
+    waits = row.chance * math.pow(0.5, max(0.0, now_s - row.used_s) / half_life_s)
+    return waits / (1 - row.chance + waits) * row.gain_ms_per_byte

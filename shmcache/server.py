@@ -39,6 +39,7 @@ from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -46,7 +47,7 @@ from shmcache import config, index, protocol, shm
 from shmcache.config import CoordinatorConfig
 from shmcache.connection import LAYOUT
 from shmcache.control import OwnedControlPage
-from shmcache.coordinator import Coordinator, Now, Reply, TierState
+from shmcache.coordinator import Coordinator, Now, Reply, Rules, TierState
 from shmcache.decisions.service import DecisionService, table_bytes
 from shmcache.errors import (
     MIB,
@@ -204,7 +205,12 @@ class Server:
             self._index = index.IndexWriter.create(segment, settings.max_rows, epoch)
             stack.callback(self._index.close)
             self._coordinator = Coordinator(
-                self._index, tiers, epoch, self._control.forget, self._clients.unnamed_bytes
+                self._index,
+                tiers,
+                epoch,
+                self._control.forget,
+                self._clients.unnamed_bytes,
+                rules=Rules(eviction=settings.eviction),
             )
             decisions = stack.enter_context(_segment(names.decisions_segment(epoch), table_bytes(settings)))
             self._decisions = stack.enter_context(
@@ -558,6 +564,11 @@ def arguments() -> argparse.ArgumentParser:
         "--disk-write-bytes-per-s", metavar="SIZE", help="bound of the copies to disk; default: none"
     )
     parser.add_argument("--max-rows", type=int, metavar="N", help="capacity of the index; default: 65536")
+    parser.add_argument(
+        "--eviction",
+        choices=get_args(config.Eviction),
+        help="who leaves a full tier: lru, not used the longest (default); cost, the least worth a byte",
+    )
     parser.add_argument(
         "--decisions-rows", type=int, metavar="N", help="capacity of the decision table; default: 16384"
     )

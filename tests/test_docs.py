@@ -66,7 +66,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
 
 def test_every_option_that_the_readme_names_exists() -> None:
     ours = options(make_parser()) | options(server.arguments())
-    others = {"--preload", "--shm-size"}  # gunicorn's and docker's
+    others = {"--preload", "--shm-size", "--trace"}  # gunicorn's, docker's and a bench's
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", README)) <= ours | others
 
 

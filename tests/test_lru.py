@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmcache.lru import NONE, UseOrder
+from shmcache.lru import NONE, Lists, UseOrder
 
 SLOTS, LISTS = 8, 3
 
@@ -66,6 +66,15 @@ def test_a_slot_that_is_entered_anew_knows_nothing_of_its_former_row() -> None:
     order.remove(3)
     order.add(3, 1, used_unix_s=10)
     assert (order.hits[3], order.used_unix_s[3], order.base[3], order.children[3]) == (0, 10, NONE, 0)
+
+
+def test_a_list_that_is_added_later_is_like_the_others() -> None:
+    lists = Lists(SLOTS, 1)
+    late = lists.add_list()
+    for slot, number in ((0, 0), (1, late), (2, late)):
+        lists.insert(slot, number)
+    lists.warm(1, late)
+    assert [list(lists.coldest(number)) for number in (0, late)] == [[0], [2, 1]]
 
 
 def test_a_slot_costs_28_bytes() -> None:
