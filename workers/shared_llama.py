@@ -25,7 +25,7 @@ Leans on (llama-cpp-python 0.3.36)
     `create_completion` calls `_create_completion` with keyword arguments; only there are stop, echo and
     logprobs known. Between two items of a stream nothing of it runs.
     A generator that its loop drops is closed at once, by its reference count.
-Leaves out: boundaries inside a token (seam); parent keys.
+Leaves out: parent keys.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from shmcache.workers.heads import FixedChat, Heads
 from shmcache.workers.render import Renderer, Text
 from shmcache.workers.request import Chat, Report, Request
 from shmcache.workers.rows import Author
-from shmcache.workers.seam import Joined
+from shmcache.workers.seam import Joined, Tokenizer
 from shmcache.workers.state import ContextState, ModelVocabulary, unsupported
 from shmcache.workers.trail import Trail, common_bytes
 
@@ -144,7 +144,9 @@ class SharedLlama(llama_cpp.Llama):
         # A context asked for 100 cells has 256, but llama_cpp's own arrays have 100.
         self._n_ctx = min(self._n_ctx, len(self.input_ids))
         self._state = ContextState(self)
-        self._renderer = Renderer(ModelVocabulary(self))
+        vocabulary = ModelVocabulary(self)
+        self._renderer = Renderer(vocabulary)
+        self._tokenizer = Tokenizer(self._renderer, vocabulary.tokens_of)
         self._cells = Cells(self, self._state, self._renderer)
         self._heads = Heads()
         self._unsupported = unsupported(self)
@@ -389,7 +391,7 @@ class SharedLlama(llama_cpp.Llama):
             request.source = "live"
             return live.joined
         self.reset()
-        return Joined(prompt.text.tokens, 0)
+        return Joined.cold(prompt.text)
 
     def _live_row(self, request: Request, prompt: Prompt) -> LiveRow | None:
         """The longest beginning of the live trail that the prompt can go on from."""
@@ -403,7 +405,11 @@ class SharedLlama(llama_cpp.Llama):
                 continue
             may_end_one_earlier = trail.may_end_at(mark - 1) and self._state.row_may_be_cut(mark)
             joined = seam.join(
-                prompt.text, trail.tokens[:mark], text_bytes, may_end_one_earlier=may_end_one_earlier
+                prompt.text,
+                trail.tokens[:mark],
+                text_bytes,
+                self._tokenizer,
+                may_end_one_earlier=may_end_one_earlier,
             )
             if joined is not None and self._serves(request, prompt, joined):
                 return LiveRow(trail, mark, text_bytes, joined)
@@ -423,7 +429,11 @@ class SharedLlama(llama_cpp.Llama):
             row_tokens = image.token_ids.tolist()
             may_end_one_earlier = image.pieces[-1].length == 1 and self._state.row_may_be_cut(len(row_tokens))
             joined = seam.join(
-                prompt.text, row_tokens, image.meta.text_bytes, may_end_one_earlier=may_end_one_earlier
+                prompt.text,
+                row_tokens,
+                image.meta.text_bytes,
+                self._tokenizer,
+                may_end_one_earlier=may_end_one_earlier,
             )
             if joined is not None and self._serves(request, prompt, joined):
                 return hit, joined
@@ -459,7 +469,7 @@ class SharedLlama(llama_cpp.Llama):
         self._edge.drop(hit, fault)
         self.reset()
         request.source = ""
-        return Joined(prompt.text.tokens, 0)
+        return Joined.cold(prompt.text)
 
     def _restore(self, hit: Hit, joined: Joined, prompt: Prompt) -> str | None:
         """Fill the cells with a row and cut it; why not, where that fails."""
@@ -477,12 +487,11 @@ class SharedLlama(llama_cpp.Llama):
             missing = self._missing_anchors(prompt, joined)
             if not missing:
                 break
-            grants = self._reserve_anchors(prompt, joined, missing)
-            slabs = zip(missing, grants.slabs, strict=True)
-            granted = {anchor: slab for anchor, slab in slabs if slab is not None}
+            grants = self._reserve_anchors(prompt, missing)
+            slabs = zip(missing.values(), grants.slabs, strict=True)
+            granted = {position: slab for position, slab in slabs if slab is not None}
             if granted:
-                shift = joined.longer_by(prompt.text)
-                return joined, {anchor + shift: slab for anchor, slab in granted.items()}
+                return joined, granted
             if grants.held is not None:
                 request.waited = True
                 self._edge.wait(grants.held, WAIT_MS)
@@ -496,24 +505,24 @@ class SharedLlama(llama_cpp.Llama):
 
     # ---- PREFILL and SAVE
 
-    def _missing_anchors(self, prompt: Prompt, joined: Joined) -> list[int]:
-        """Anchors whose rows would be passed on the way to the prompt's end."""
-        shift = joined.longer_by(prompt.text)
-        return [
-            anchor
-            for anchor in prompt.anchors
-            if anchor + shift > joined.keep and policy.anchor_is_saved(anchor, self._gates)
-        ]
+    def _positions(self, prompt: Prompt, joined: Joined) -> dict[int, int]:
+        """Anchors that are passed on the way to the prompt's end, and where in the joined tokens they lie."""
+        found = {anchor: joined.position(prompt.text, anchor) for anchor in prompt.anchors}
+        return {anchor: at for anchor, at in found.items() if at is not None and at > joined.keep}
 
-    def _reserve_anchors(self, prompt: Prompt, joined: Joined, missing: Sequence[int]) -> Grants:
+    def _missing_anchors(self, prompt: Prompt, joined: Joined) -> dict[int, int]:
+        """Those of them that get a row."""
+        positions = self._positions(prompt, joined).items()
+        return {anchor: at for anchor, at in positions if policy.anchor_is_saved(anchor, self._gates)}
+
+    def _reserve_anchors(self, prompt: Prompt, missing: Mapping[int, int]) -> Grants:
         """Ask for their rows, all at once."""
         trail, author, walk = self._cells.trail, self._author, prompt.walk
         if trail is None or author is None or walk is None:
             return Grants([None] * len(missing))
-        shift = joined.longer_by(prompt.text)
         plans = [
-            author.anchor_plan(walk, prompt.text.ends[anchor - 1], anchor + shift, trail)
-            for anchor in missing
+            author.anchor_plan(walk, prompt.text.ends[anchor - 1], at, trail)
+            for anchor, at in missing.items()
         ]
         return self._edge.reserve(plans, trail.base_key(), trail.forget)
 
@@ -521,14 +530,16 @@ class SharedLlama(llama_cpp.Llama):
         """Decode up to the last boundary before the prompt's end; save at each anchor on the way."""
         trail = self._cells.trail
         assert trail is not None
-        shift = joined.longer_by(prompt.text)
-        boundaries = [anchor + shift for anchor in prompt.anchors]
+        positions = self._positions(prompt, joined)
+        boundaries = list(positions.values())
         ends = policy.cuts(joined.keep, len(joined.tokens), self._state.n_ubatch, boundaries)
         try:
             for end in ends[:-1]:
                 self._decode(trail, joined.tokens[len(trail) : end])
                 if end in boundaries:
-                    self._save(trail, slabs.pop(end, None), Reason.COLD, is_head=end - shift == prompt.head)
+                    self._save(
+                        trail, slabs.pop(end, None), Reason.COLD, is_head=end == positions.get(prompt.head)
+                    )
                     self._cells.close_entry(trail)
         finally:
             for slab in slabs.values():

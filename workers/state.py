@@ -51,6 +51,7 @@ _NOT_TEXT = (
     | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
     | llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
 )
+_SENTINEL = b"\n"  # SentencePiece puts a space before the first word of a text, and nothing before this
 _FRAMING_BYTES, _CELL_BYTES = 24, 12
 _ROW_HEAD = Struct("<III")
 _U8 = ctypes.POINTER(ctypes.c_uint8)
@@ -62,6 +63,36 @@ class ModelVocabulary:
     def __init__(self, llama: llama_cpp.Llama) -> None:
         self._vocab = llama._model.vocab
         self._n_vocab: int = llama.n_vocab()
+        is_spm = llama_cpp.llama_vocab_type(self._vocab) == llama_cpp.LLAMA_VOCAB_TYPE_SPM
+        # Without tokens for bytes, llama.cpp throws through C for a text that it cannot spell.
+        self._spells_everything = not is_spm or self._has_byte_tokens()
+        self._sentinel = self._tokenise(_SENTINEL) if is_spm and self._spells_everything else []
+
+    def tokens_of(self, text: bytes) -> list[int]:
+        """The tokens of a text in the middle of other text: no BOS, no special tokens, no space before it.
+
+        Empty where the vocabulary may not spell it, or cannot do without a space before it.
+        """
+        if not self._spells_everything:
+            return []
+        if not self._sentinel:
+            return self._tokenise(text)
+        tokens = self._tokenise(_SENTINEL + text)
+        length = len(self._sentinel)
+        return tokens[length:] if tokens[:length] == self._sentinel else []
+
+    def _has_byte_tokens(self) -> bool:
+        attributes = (llama_cpp.llama_vocab_get_attr(self._vocab, token) for token in range(self._n_vocab))
+        return any(attribute & llama_cpp.LLAMA_TOKEN_ATTR_BYTE for attribute in attributes)
+
+    def _tokenise(self, text: bytes) -> list[int]:
+        room = len(text) + 2  # for a space before it
+        while True:
+            tokens = (llama_cpp.llama_token * room)()
+            count = llama_cpp.llama_tokenize(self._vocab, text, len(text), tokens, room, False, False)
+            if count >= 0:
+                return list(tokens[:count])
+            room = -count
 
     def piece(self, token: int) -> bytes:
         """The token's bytes, special tokens spelled out; empty for an id that the model does not have."""

@@ -6,6 +6,11 @@
     lfm2      hybrid: convolution and attention
 
 All share one byte-level BPE vocabulary: 256 bytes (ids 0 to 255), three merges, BOS, EOS, a control token.
+Those of the first kind come with two more (VOCABULARIES):
+
+    bpe         the one above
+    spm         SentencePiece that puts a space before a text, and bytes for what it has no piece for
+    spm-bytes   SentencePiece without that space
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import gguf
 import numpy as np
 
 KINDS = ("llama", "gemma3", "mamba", "lfm2")
+VOCABULARIES = ("bpe", "spm", "spm-bytes")
 WINDOW = 64
 
 _EMBD, _FF, _HEADS, _HEAD = 64, 128, 2, 32
@@ -29,11 +35,14 @@ _UNSPOKEN = [*range(0x20), *range(0x7F, 0x100), *range(0x103, 0x106)]
 Tensors = dict[str, tuple[int, ...]]
 
 
-def build(kind: str, folder: Path, seed: int = 1) -> Path:
+def build(kind: str, folder: Path, seed: int = 1, vocabulary: str = "bpe") -> Path:
     """Write one model and return its path; another seed gives other weights of the same shape."""
-    path = folder / f"{kind}-{seed}.gguf"
+    path = folder / f"{kind}-{vocabulary}-{seed}.gguf"
     writer = gguf.GGUFWriter(path, kind)
-    _write_vocabulary(writer)
+    if vocabulary == "bpe":
+        _write_vocabulary(writer)
+    else:
+        _write_spm_vocabulary(writer, adds_space=vocabulary == "spm")
     writer.add_context_length(_CONTEXT)
     writer.add_embedding_length(_EMBD)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -41,6 +50,8 @@ def build(kind: str, folder: Path, seed: int = 1) -> Path:
     for name, shape in {"llama": _llama, "gemma3": _gemma3, "mamba": _mamba, "lfm2": _lfm2}[kind](
         writer
     ).items():
+        if name == "token_embd.weight" and vocabulary != "bpe":
+            shape = (len(_SPM_TOKENS), _EMBD)  # noqa: PLW2901
         writer.add_tensor(name, _weights(random, name, shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -76,6 +87,39 @@ def _write_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template(
         "{% for m in messages %}<|turn|>{{ m.role }}: {{ m.content }}\n{% endfor %}<|turn|>assistant: "
     )
+
+
+_SPM_CONTROL = ("<unk>", "<s>", "</s>", "<|turn|>")
+_SPM_PIECES = (
+    "▁",
+    *"abcdefghijklmnopqrstuvwxyz.,",
+    "th",
+    "he",
+    "the",
+    "▁th",
+    "▁the",
+    "▁s",
+    "ea",
+    "▁sea",
+    "in",
+    "an",
+)
+_SPM_TOKENS = (*_SPM_CONTROL, *(f"<0x{byte:02X}>" for byte in range(256)), *_SPM_PIECES)
+
+
+def _write_spm_vocabulary(writer: gguf.GGUFWriter, *, adds_space: bool) -> None:
+    kinds = [gguf.TokenType.UNKNOWN] + [gguf.TokenType.CONTROL] * (len(_SPM_CONTROL) - 1)
+    kinds += [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * len(_SPM_PIECES)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(list(_SPM_TOKENS))
+    writer.add_token_types(kinds)
+    writer.add_token_scores([float(len(token)) if len(token) < 6 else 0.0 for token in _SPM_TOKENS])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(adds_space)
+    writer.add_vocab_size(len(_SPM_TOKENS))
 
 
 def _bytes_as_characters() -> Iterator[str]:
