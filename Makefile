@@ -22,8 +22,9 @@ check: setup ## formatting, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-stress: setup-tests ## the long runs: kills, races, fuzzing
+stress: setup-tests ## the long runs: kills, races, fuzzing; the last line is JSON
 	$(BIN)/python -m pytest -m stress --timeout 0 $(ARGS)
+	$(BIN)/python tests/stress
 
 bench: setup ## measurements beside their peers
 	$(BIN)/python -m bench $(ARGS)
