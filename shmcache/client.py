@@ -25,6 +25,7 @@ import itertools
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ RESERVE_TIMEOUT_MS = 250
 
 _ANSWER_NS = 2_000_000_000
 _IDLE_S = 0.5
+_RESUME_STEP_S = 0.002
 _BAD_WORDS = 1000  # publications that did not verify, remembered until so many are
 _VERDICT_COUNTERS: dict[VerdictKind, str] = {
     "present": "save_present",
@@ -88,10 +90,12 @@ class Grants(msgspec.Struct, frozen=True):
 
     slabs  in the order of the plans; None for a row that is there already, is held or has no room.
     held   key of the first missing row where somebody else is making it: wait for that, or go on alone.
+    kinds  what the coordinator said to each plan; empty where it said nothing in time.
     """
 
     slabs: list[Slab | None]
     held: bytes | None = None
+    kinds: tuple[VerdictKind, ...] = ()
 
 
 class CacheStatistics(msgspec.Struct, frozen=True):
@@ -423,7 +427,8 @@ class Cache:
             else:
                 self.count(_VERDICT_COUNTERS[verdict.kind])
                 slabs.append(None)
-        return Grants(slabs, _held(plans, answer.verdicts))
+        kinds = tuple(verdict.kind for verdict in answer.verdicts)
+        return Grants(slabs, _held(plans, answer.verdicts), kinds)
 
     def wait(self, key: bytes, timeout_ms: int) -> bool:
         """Wait until the save of a key that is in flight has ended; whether its row is there then.
@@ -433,6 +438,22 @@ class Cache:
         self.count("waited")
         answer = self.connection.ask(lambda head: protocol.Await(**head, key=key), timeout_ms * 1_000_000)
         return isinstance(answer, protocol.Outcome) and answer.published
+
+    def resume(self, key: bytes, timeout_ms: int) -> bool:
+        """Wait until a row is there whose save may not have told its key yet; whether it is there.
+
+        The coordinator knows the key of a reply in the making only when it has a name, and then publishes
+        at once: so the index is looked at in short steps.
+        """
+        end_ns = time.monotonic_ns() + timeout_ms * 1_000_000
+        while (reader := self.connection.reader()) is not None:
+            if reader.get(key) is not None:
+                return True
+            left_ns = end_ns - time.monotonic_ns()
+            if left_ns <= 0:
+                return False
+            time.sleep(min(_RESUME_STEP_S, left_ns / 1e9))
+        return False
 
     def _wire(self, plan: SavePlan) -> Plan:
         address = plan.address

@@ -76,6 +76,13 @@ class Edge:
                 return self._cache.wait(key, timeout_ms)
         return False
 
+    def resume(self, key: bytes, timeout_ms: int) -> bool:
+        """Wait for the row of a reply that may be on its way; whether it is there."""
+        if self._cache is not None:
+            with self.guard("wait"):
+                return self._cache.resume(key, timeout_ms)
+        return False
+
     def cancel(self, slab: Slab) -> None:
         """Give a reservation back."""
         with self.guard("cancel"):

@@ -6,6 +6,7 @@ Leaves out: everything about cells and rows.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,12 +50,29 @@ class Chat:
         self.report = Report()
 
 
+class Hints(msgspec.Struct, frozen=True):
+    """What a caller says about its requests beside their arguments.
+
+    parent_key  of the row that the prompt goes on from, as reported (finish_key): if it is not there yet, it
+                is waited for, at most session_resume_wait_ms. It gives no right to the row: that is used only
+                where any other would be.
+    wait_ms     most that the request waits for other workers' saves; None: as long as they move.
+    """
+
+    parent_key: bytes | None = None
+    wait_ms: int | None = None
+
+
 class Request:
     """One completion, or one bare `generate`."""
 
-    def __init__(self, chat: Chat | None = None, call: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, chat: Chat | None = None, call: Mapping[str, Any] | None = None, hints: Hints | None = None
+    ) -> None:
         """`call` holds the arguments of a completion; None for a bare `generate`."""
         self.chat = chat
+        self.hints = hints or Hints()
+        self._began_s = time.monotonic()
         self.is_completion = call is not None
         call = call or {}
         self.max_tokens: int | None = call.get("max_tokens")
@@ -78,6 +96,13 @@ class Request:
         self.slab: Slab | None = None  # for the finish row
         self.continued_slab: Slab | None = None  # for the next `continued` row
         self.asked_for_slab = False
+
+    def left_ms(self, most_ms: int) -> int:
+        """How long it may still wait for others, at most so long."""
+        if self.hints.wait_ms is None:
+            return most_ms
+        waited_ms = int(1000 * (time.monotonic() - self._began_s))
+        return max(0, min(most_ms, self.hints.wait_ms - waited_ms))
 
     def show(self, text: str) -> None:
         """Note what the client sees."""

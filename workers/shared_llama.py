@@ -25,12 +25,13 @@ Leans on (llama-cpp-python 0.3.36)
     `create_completion` calls `_create_completion` with keyword arguments; only there are stop, echo and
     logprobs known. Between two items of a stream nothing of it runs.
     A generator that its loop drops is closed at once, by its reference count.
-Leaves out: parent keys.
+Leaves out: what a row says (rows), where a prompt is cut (policy), how a state is copied (state).
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import threading
 import time
@@ -58,7 +59,7 @@ from shmcache.workers.cells import Cells
 from shmcache.workers.edge import Edge
 from shmcache.workers.heads import FixedChat, Heads
 from shmcache.workers.render import Renderer, Text
-from shmcache.workers.request import Chat, Report, Request
+from shmcache.workers.request import Chat, Hints, Report, Request
 from shmcache.workers.rows import Author
 from shmcache.workers.seam import Joined, Tokenizer
 from shmcache.workers.state import ContextState, ModelVocabulary, unsupported
@@ -69,6 +70,8 @@ CONTINUED_AHEAD = 32  # tokens before a `continued` save that its slab is asked 
 SHORTER_ROWS = 4  # rows that are tried after the longest one did not fit
 MOST_WAITS = 8  # for other workers' saves before one prefill: three anchors, and owners that died
 WAIT_MS = 60_000  # for one of them; it ends early where its owner is gone or stuck
+
+log = logging.getLogger(__name__)
 
 _HIT_COUNTERS = {"exact": "hit_exact", "partial": "hit_partial", "cold": "miss_cold"}
 _GENERATE = inspect.signature(llama_cpp.Llama.generate)
@@ -113,6 +116,7 @@ class SharedLlama(llama_cpp.Llama):
         gates: Gates | None = None,
         tenant: str | None = None,
         fingerprint_mode: FingerprintMode = "safe",
+        explain_saves: bool = False,
         **options: Any,
     ) -> None:
         """Load a model as llama_cpp.Llama does.
@@ -123,6 +127,7 @@ class SharedLlama(llama_cpp.Llama):
             gates: when a state is worth a row.
             tenant: rows of another tenant are never used; None is a tenant of its own.
             fingerprint_mode: how the file is identified (identity.fingerprint).
+            explain_saves: log, at level INFO, why something was not saved.
             options: everything that llama_cpp.Llama takes.
         """
         self._pid = os.getpid()
@@ -133,6 +138,7 @@ class SharedLlama(llama_cpp.Llama):
         self._gates = gates or Gates()
         self._tenant = tenant
         self._fingerprint_mode: FingerprintMode = fingerprint_mode
+        self._explain_saves = explain_saves
         self._owned_cache = attach(cache) if isinstance(cache, str) else None
         self._cache = cache if isinstance(cache, Cache) else self._owned_cache
         self._edge = Edge(self._cache)
@@ -179,9 +185,29 @@ class SharedLlama(llama_cpp.Llama):
     def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_fork()
         call = _COMPLETION.bind(self, *args, **kwargs).arguments
-        request = Request(getattr(self._local, "chat", None), call)
+        hints = getattr(self._local, "hints", None)
+        request = Request(getattr(self._local, "chat", None), call, hints)
         chunks: Any = super()._create_completion(*args, **kwargs)
         return self._serve(request, chunks)
+
+    @contextmanager
+    def asking(self, *, parent_key: str | None = None, wait_ms: int | None = None) -> Iterator[None]:
+        """Hints for the completions that this thread asks for inside the block.
+
+        Args:
+            parent_key: `finish_key` of the reply that the next prompt goes on from. Where another worker is
+                still saving it, it is waited for, at most session_resume_wait_ms.
+            wait_ms: most that a request waits for other workers' saves.
+        Raises:
+            ValueError: parent_key is no hex number.
+        """
+        key = bytes.fromhex(parent_key) if parent_key is not None else None
+        outer = getattr(self._local, "hints", None)
+        self._local.hints = Hints(key, wait_ms)
+        try:
+            yield
+        finally:
+            self._local.hints = outer
 
     def generate(
         self, tokens: Sequence[int], *args: Any, **kwargs: Any
@@ -286,6 +312,7 @@ class SharedLlama(llama_cpp.Llama):
             "gates": self._gates,
             "tenant": self._tenant,
             "fingerprint_mode": self._fingerprint_mode,
+            "explain_saves": self._explain_saves,
         }
 
     # ---- one request at a time
@@ -347,14 +374,28 @@ class SharedLlama(llama_cpp.Llama):
             tokens = [self.token_bos()]  # stock Llama fails an assertion on a model that adds no BOS
         request.prompt_tokens = request.joined_tokens = len(tokens)
         if not self._may_be_cached(request, tokens):
+            self._explain(
+                "the prompt",
+                self._unsupported or "the cells hold what is not known, or all logits are asked for",
+            )
             return tokens
         prompt = self._prompt(request, tokens)
+        self._explain_anchors(prompt)
+        self._wait_for_parent(request)
         joined, slabs = self._claim(request, prompt, self._look_up(request, prompt))
         request.joined_tokens = len(joined.tokens)
         request.reused_tokens = joined.keep
         request.hit_kind = "exact" if joined.is_exact else "partial" if joined.keep else "cold"
         self._evaluate(prompt, joined, slabs)
         return joined.tokens
+
+    def _wait_for_parent(self, request: Request) -> None:
+        """A reply may still be on its way from the worker that gave it."""
+        key, trail = request.hints.parent_key, self._cells.trail
+        if key is None or self._edge.has(key) or (trail is not None and key in trail.marks.values()):
+            return
+        wait_ms = request.left_ms(self._gates.session_resume_wait_ms)
+        request.waited = self._edge.resume(key, wait_ms) or request.waited
 
     def _may_be_cached(self, request: Request, tokens: list[int]) -> bool:
         """Whether the prompt begins with cells that we know, or with none."""
@@ -488,13 +529,17 @@ class SharedLlama(llama_cpp.Llama):
             if not missing:
                 break
             grants = self._reserve_anchors(prompt, missing)
+            self._explain_refusals("an anchor", grants)
             slabs = zip(missing.values(), grants.slabs, strict=True)
             granted = {position: slab for position, slab in slabs if slab is not None}
             if granted:
                 return joined, granted
             if grants.held is not None:
+                wait_ms = request.left_ms(WAIT_MS)
+                if wait_ms == 0:
+                    break
                 request.waited = True
-                self._edge.wait(grants.held, WAIT_MS)
+                self._edge.wait(grants.held, wait_ms)
             # What is not granted may be there by now.
             longer = self._longest_row(request, prompt, self._live_row(request, prompt))
             if longer is not None:
@@ -648,7 +693,9 @@ class SharedLlama(llama_cpp.Llama):
         if author is not None and policy.continued_is_due(reply_tokens + ahead, self._gates):
             plan = author.reply_plan(len(trail) + ahead, len(trail) + ahead, trail)
             if policy.reply_is_saved(len(trail) + ahead, self._gates):
-                [request.continued_slab] = self._edge.reserve([plan], trail.base_key(), trail.forget).slabs
+                grants = self._edge.reserve([plan], trail.base_key(), trail.forget)
+                self._explain_refusals("a `continued` row", grants)
+                [request.continued_slab] = grants.slabs
         if policy.continued_is_due(reply_tokens, self._gates):
             slab, request.continued_slab = request.continued_slab, None
             self._save(trail, slab, Reason.CONTINUED)
@@ -677,7 +724,9 @@ class SharedLlama(llama_cpp.Llama):
         expected = request.joined_tokens + min(REPLY_TOKENS, reply_tokens)
         if policy.reply_is_saved(expected, self._gates):
             plans = [author.reply_plan(expected, request.joined_tokens + reply_tokens, trail)]
-            [request.slab] = self._edge.reserve(plans, trail.base_key(), trail.forget).slabs
+            grants = self._edge.reserve(plans, trail.base_key(), trail.forget)
+            self._explain_refusals("the reply", grants)
+            [request.slab] = grants.slabs
 
     def _reply_bound(self, request: Request) -> int:
         """The most tokens that the reply may get."""
@@ -699,9 +748,16 @@ class SharedLlama(llama_cpp.Llama):
             return None
         keep = request.joined_tokens + self._seen_tokens(trail, request)
         if keep > len(trail) or not self._cells.cut(trail, keep):
+            self._explain(
+                "the reply", "the client saw less of it than was decoded, and the model cannot be cut back"
+            )
             return None
         trail.mark()
         if keep == request.joined_tokens or not policy.reply_is_saved(keep, self._gates):
+            self._explain(
+                "the reply",
+                f"empty, or shorter with its prompt ({keep}) than min_tokens ({self._gates.min_tokens})",
+            )
             return None
         slab, request.slab = request.slab, None
         return self._save(trail, slab, Reason.FINISH)
@@ -716,6 +772,33 @@ class SharedLlama(llama_cpp.Llama):
                 return seen
             at += len(piece)
         return len(reply)
+
+    # ---- why not
+
+    def _explain(self, what: str, why: str) -> None:
+        if self._explain_saves:
+            log.info("not saved: %s: %s", what, why)
+
+    def _explain_anchors(self, prompt: Prompt) -> None:
+        if not prompt.anchors:
+            least = self._gates.min_tokens
+            self._explain(
+                "the prompt", f"its {len(prompt.text.tokens)} tokens are not above min_tokens ({least})"
+            )
+        for anchor in prompt.anchors:
+            if not policy.anchor_is_saved(anchor, self._gates):
+                most = self._gates.cold_max_tokens
+                self._explain("an anchor", f"at {anchor} tokens it lies beyond cold_max_tokens ({most})")
+
+    def _explain_refusals(self, what: str, grants: Grants) -> None:
+        """Say what the coordinator had against it: present, held, no_space, …"""
+        if not grants.kinds:
+            self._explain(what, "no coordinator answered")
+        for kind in grants.kinds:
+            if kind != "granted":
+                self._explain(what, kind)
+
+    # ---- the end of a request
 
     def _give_back(self, request: Request) -> None:
         """Cancel what was reserved for a reply and not used."""

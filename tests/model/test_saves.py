@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import pytest
-from model.cold import ask, cold_logits, largest_difference
+from model.cold import Answer, ask, cold_logits, largest_difference
 from model.conftest import OPTIONS, SMALL, MakeLlama
 from model.test_shared_llama import LONG, OTHER, counters, letters, saying
 from msgspec.structs import replace
 
 import shmcache
-from shmcache import Cache
+from shmcache import Cache, client
 from shmcache.client import Hit
-from shmcache.kvc import HEAD_DETAIL, Reason
+from shmcache.kvc import HEAD_DETAIL, Meta, Reason
 from shmcache.tools.demo import CoordinatorProcess
 from shmcache.workers import SharedLlama
+from shmcache.workers.request import Request
 
 EIGHT = replace(SMALL, continued_interval=8)
 SLIDING: dict[str, Any] = {"swa_full": False}
@@ -262,3 +264,101 @@ def test_a_row_from_disk_gives_its_buffer_back(
             other.close()
     finally:
         process.stop()
+
+
+# ---- a save on its way, and what was not saved
+
+
+@pytest.fixture
+def second_cache(cache: Cache, namespace: str) -> Iterator[Cache]:
+    with shmcache.attach(namespace) as attached:
+        yield attached
+
+
+def test_a_next_turn_waits_for_the_reply_that_is_still_being_saved(
+    tiny_models: dict[str, Path],
+    cache: Cache,
+    second_cache: Cache,
+    worker: MakeLlama,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gates = replace(SMALL, session_resume_wait_ms=30_000)
+    llama, other = (worker(tiny_models["llama"], at, gates=gates) for at in (cache, second_cache))
+    may_go_on, asked = threading.Event(), threading.Event()
+    save = client.Slab._hand_over
+
+    def save_when_told(slab: client.Slab, meta: Meta, *rest: Any) -> None:
+        if meta.save_reason == Reason.FINISH:
+            assert may_go_on.wait(30)
+        save(slab, meta, *rest)
+
+    monkeypatch.setattr(client.Slab, "_hand_over", save_when_told)
+    said = ask(llama, LONG)
+    resume = other._edge.resume
+
+    def note(*args: Any) -> bool:
+        asked.set()
+        return resume(*args)
+
+    monkeypatch.setattr(other._edge, "resume", note)
+    answers: list[Answer] = []
+
+    def next_turn() -> None:
+        with other.asking(parent_key=said.report.finish_key):
+            answers.append(ask(other, LONG + said.text + OTHER, max_tokens=1))
+
+    following = threading.Thread(target=next_turn)
+    following.start()
+    assert asked.wait(30)
+    may_go_on.set()
+    following.join()
+    [resumed] = answers
+    assert resumed.report.reused_tokens == len(said.tokens)
+    assert (resumed.report.source, resumed.report.waited) == ("shared", True)
+
+
+def test_a_reply_that_never_comes_is_waited_for_no_longer_than_the_request_allows(
+    tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama
+) -> None:
+    llama = worker(tiny_models["llama"], cache, gates=replace(SMALL, session_resume_wait_ms=60_000))
+    with llama.asking(parent_key="ab" * 32, wait_ms=20):
+        report = ask(llama, LONG).report
+    assert (report.cache_hit_kind, report.waited) == ("cold", False)
+    with pytest.raises(ValueError, match="hex"), llama.asking(parent_key="not a key"):
+        pass
+
+
+def test_another_workers_prefill_is_waited_for_no_longer_than_the_request_allows(
+    tiny_models: dict[str, Path], cache: Cache, second_cache: Cache, worker: MakeLlama
+) -> None:
+    waiter = worker(tiny_models["llama"], second_cache)
+    prompt = waiter._prompt(Request(), waiter.tokenize(LONG.encode()))
+    assert waiter._author is not None and waiter._cells.trail is not None and prompt.walk is not None
+    plans = [
+        waiter._author.anchor_plan(prompt.walk, prompt.text.ends[at - 1], at, waiter._cells.trail)
+        for at in prompt.anchors
+    ]
+    slabs = cache.reserve(plans, None, cache.forget).slabs
+    with waiter.asking(wait_ms=50):
+        report = ask(waiter, LONG).report
+    assert (report.cache_hit_kind, report.waited) == ("cold", True)
+    for slab in slabs:
+        assert slab is not None
+        slab.cancel()
+
+
+def test_what_was_not_saved_says_why(
+    tiny_models: dict[str, Path], namespace: str, worker: MakeLlama, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "shmcache.workers")
+    gates = replace(SMALL, cold_max_tokens=100)
+    llama = worker(tiny_models["llama"], namespace, gates=gates, explain_saves=True)
+    ask(llama, "short", max_tokens=2)
+    ask(llama, LONG, max_tokens=4)
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "not saved: the prompt: its 6 tokens are not above min_tokens (64)" in said
+    assert "lies beyond cold_max_tokens (100)" in said
+    assert "not saved: the reply: no coordinator answered" in said
+    caplog.clear()
+    ask(worker(tiny_models["llama"], namespace), "short", max_tokens=2)
+    assert not [record for record in caplog.records if "not saved" in record.getMessage()]
