@@ -502,7 +502,13 @@ def test_one_thread_uses_one_mailbox(space: Namespace) -> None:
 # ---- questions without an answer
 
 
-def test_a_grant_that_came_too_late_is_taken_back(space: Namespace) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a coordinator that is stopped: nobody waits long for it."""
+    monkeypatch.setattr(client, "RESERVE_TIMEOUT_MS", 100)
+
+
+def test_a_grant_that_came_too_late_is_taken_back(space: Namespace, impatient: None) -> None:
     space.start()
     cache, other = space.cache(), space.cache()
     save(cache, WHO, A, b"attached")
@@ -558,7 +564,7 @@ def test_a_signal_handlers_exception_during_a_wait_loses_no_reservation(space: N
     eventually(lambda: reserve(other, B) != [None])
 
 
-def test_a_full_queue_is_a_skipped_save_and_a_count(space: Namespace) -> None:
+def test_a_full_queue_is_a_skipped_save_and_a_count(space: Namespace, impatient: None) -> None:
     space.start()
     cache = space.cache()
     save(cache, WHO, A, b"attached")

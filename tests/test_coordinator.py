@@ -1114,6 +1114,31 @@ def test_a_touch_keeps_heads_and_forks_warm_and_lets_plain_waypoints_be(desk: De
         assert desk.coordinator._order.used_unix_s[found.slot] == NOW.unix_s + 9
 
 
+def test_two_long_chats_in_turn_keep_their_shared_head_and_lose_dominated_snapshots_first(
+    space: Namespace,
+) -> None:
+    """E06: room for the head, both chats' last rows and the row that one of them is about to save."""
+    desk = Desk(space, slabs=4)
+    head = prompt(500, "system")
+    desk.save(head, reason_detail=HEAD_DETAIL)
+    last = {"x": head, "y": head}
+    used_bases = []
+    for turn in range(1, 11):
+        for chat, before in list(last.items()):
+            text = head + prompt(700 * turn, chat)
+            found = before if desk.index.get(key_of(before)) is not None else head
+            used_bases.append(found == before)
+            desk.touch(found)
+            desk.save(text, base=found)
+            assert desk.texts(head) == [head], "the shared prefix stays"
+            assert desk.texts(found) == [found], "and so does the row that the save extends"
+            desk.check()
+            last[chat] = text
+    assert all(used_bases), "every turn went on from its own last row"
+    assert set(desk.texts(*last.values())) == set(last.values())
+    desk.close()
+
+
 def test_a_touch_of_a_slots_former_row_is_dropped(desk: Desk) -> None:
     desk.save(A)
     found = desk.index.get(key_of(A))

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 
 import pytest
-from support import Namespace, eventually, identity, longest, plan, prompt, save
+from support import Namespace, Pipe, eventually, identity, longest, needs_root, plan, prompt, save
 
 from shmcache import protocol
 from shmcache.check import check
+from shmcache.client import attach
 from shmcache.mq import RequestQueue
 from shmcache.observe import observe
+from shmcache.shm import Names
 
 WHO = identity()
+ORDINARY = 64_011
 
 
 def test_case_d03_five_messages_of_a_dead_run_are_dropped(space: Namespace) -> None:
@@ -67,3 +70,22 @@ def test_case_d03_without_a_coordinator_a_worker_says_so_and_serves_uncached(
     assert f"start shmcache-coordinator --namespace {space.name}" in caplog.text
     assert cache.statistics().counters["uncached"] == 1
     assert space.objects() == []
+
+
+@needs_root
+def test_case_d03_a_second_user_has_everything_of_his_own() -> None:
+    with Namespace() as mine, Namespace(uid=ORDINARY) as his:
+        his.name, his.names = mine.name, Names(mine.name, ORDINARY)
+        assert mine.names.queue != his.names.queue
+        mine.start()
+        his.start()
+        assert save(mine.cache(), WHO, prompt(2500), b"mine")
+
+        def work(_pipe: Pipe) -> None:
+            with attach(his.name) as cache:
+                assert longest(cache, WHO, prompt(2500)) is None
+                eventually(lambda: save(cache, WHO, prompt(2500), b"his"))
+                assert longest(cache, WHO, prompt(2500)) == (2500, b"his")
+
+        assert his.child(work).wait() == 0
+        assert longest(mine.cache(), WHO, prompt(2500)) == (2500, b"mine")
