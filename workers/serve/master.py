@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from gunicorn.app.base import BaseApplication
+from gunicorn.arbiter import Arbiter
+from gunicorn.errors import HaltServer
 from starlette.applications import Starlette
 from uvicorn_worker import UvicornWorker
 
@@ -43,8 +45,18 @@ class ServeWorker(UvicornWorker):  # type: ignore[misc]  # gunicorn and uvicorn_
     CONFIG_KWARGS = {"loop": "asyncio", "http": "auto", "lifespan": "on", "access_log": False}  # noqa: RUF012
 
 
+class _Master(Arbiter):  # type: ignore[misc]
+    def reap_workers(self) -> None:
+        """A second worker that did not boot, while the first ends the server, changes nothing."""
+        try:
+            super().reap_workers()
+        except HaltServer:
+            if self.LISTENERS:
+                raise
+
+
 class Server(BaseApplication):  # type: ignore[misc]
-    """`run()` returns when the server has stopped."""
+    """One server."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises ConfigError for a key file that cannot be used."""
@@ -89,6 +101,10 @@ class Server(BaseApplication):  # type: ignore[misc]
         except ConfigError as error:
             log.error("%s: the keys from before go on", error)  # noqa: TRY400  the message says it all
         super().reload()
+
+    def run(self) -> None:
+        """Serve until a signal, or workers that do not boot, end it."""
+        _Master(self).run()
 
     def load(self) -> Starlette:
         """In a worker: its application."""
