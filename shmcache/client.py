@@ -268,9 +268,12 @@ class Slab:
 class Cache:
     """A worker's cache of one namespace. Context manager; close() waits for saves handed over."""
 
-    def __init__(self, namespace: str, tier: Tier, kept_mapping_bytes: int) -> None:
+    def __init__(
+        self, namespace: str, tier: Tier, kept_mapping_bytes: int, *, read_only: bool = False
+    ) -> None:
         self.connection = Connection(namespace)
         self.tier = tier
+        self.read_only = read_only
         self._kept_mapping_bytes = kept_mapping_bytes
         self._lock = threading.Lock()
         self._start_over()
@@ -393,7 +396,8 @@ class Cache:
             if len(self._bad_words) >= _BAD_WORDS:
                 self._bad_words.clear()
             self._bad_words.add(found.word)
-        self.connection.tell(lambda head: protocol.Drop(**head, key=key, word=found.word, why=why[:200]))
+        if not self.read_only:
+            self.connection.tell(lambda head: protocol.Drop(**head, key=key, word=found.word, why=why[:200]))
 
     # ---- SAVE
 
@@ -405,6 +409,8 @@ class Cache:
             base: key of the row that was used.
             forget: the forget number under which the sequence began.
         """
+        if self.read_only:
+            return Grants([None] * len(plans))
         self.progress()  # it has not moved while it had nothing to do, and is not stuck for that
         epoch = 0
 
@@ -590,7 +596,11 @@ def _held(plans: Sequence[SavePlan], verdicts: Sequence[Verdict]) -> bytes | Non
 
 
 def attach(
-    namespace: str = "default", *, tier: str = "ram_file", kept_mapping_bytes: int = KEPT_MAPPING_BYTES
+    namespace: str = "default",
+    *,
+    tier: str = "ram_file",
+    kept_mapping_bytes: int = KEPT_MAPPING_BYTES,
+    read_only: bool = False,
 ) -> Cache:
     """A cache of this namespace for this process.
 
@@ -601,13 +611,15 @@ def attach(
         namespace: as given to shmcache-coordinator.
         tier: where this worker's saves go: "ram", "ram_file" or "disk".
         kept_mapping_bytes: bytes of slabs that stay mapped between requests.
+        read_only: take what is there, leave nothing: no row is saved, and one that does not verify is passed
+            over here alone.
     Raises:
         ConfigError: a namespace or a tier that cannot be.
     """
     names = [number.name.lower() for number in Tier]
     if tier not in names:
         raise ConfigError(f"tier ({tier}) must be one of {', '.join(names)}")
-    return Cache(check_namespace(namespace), Tier[tier.upper()], kept_mapping_bytes)
+    return Cache(check_namespace(namespace), Tier[tier.upper()], kept_mapping_bytes, read_only=read_only)
 
 
 _open_caches: weakref.WeakSet[Cache] = weakref.WeakSet()

@@ -45,6 +45,7 @@ LAYERS: dict[str, str] = {
     "decisions.service": "control coordinator page protocol decisions.arbiter decisions.table decisions.db",
     "connection": "shm protocol mq control page index decisions.table",
     "client": "connection shm key identity kvc policy reservation protocol mq control page index slab tiers",
+    "aio": "client key",
     "observe": "protocol page view",
     "check": "shm protocol index slab tiers view",
     "decisions": "connection protocol page decisions.table",

@@ -793,7 +793,7 @@ class SharedLlama(llama_cpp.Llama):
     def _explain_refusals(self, what: str, grants: Grants) -> None:
         """Say what the coordinator had against it: present, held, no_space, …"""
         if not grants.kinds:
-            self._explain(what, "no coordinator answered")
+            self._explain(what, "no coordinator answered, or the cache is read-only")
         for kind in grants.kinds:
             if kind != "granted":
                 self._explain(what, kind)
