@@ -78,6 +78,7 @@ class _View:
         self.epoch = epoch
         self._mapping = mapping
         self._decisions = decisions
+        self.decisions: TableReader | None = None
         self.local = threading.local()
         self.reader()
 
@@ -88,11 +89,11 @@ class _View:
             reader = self.local.reader = IndexReader(self._mapping.bytes)
         return reader
 
-    def decisions(self, page: WorkerPage | None) -> TableReader:
-        """This thread's reader of the decision table; hits are noted in the page. Raises LayoutMismatch."""
+    def read_decisions(self, page: WorkerPage | None) -> TableReader:
+        """The reader of the decision table; hits are noted in the page. Raises LayoutMismatch."""
         ring = Ring(*page.decision_ring()) if page is not None else None
-        reader = self.local.decisions = TableReader(self._decisions.bytes, ring)
-        return reader
+        self.decisions = TableReader(self._decisions.bytes, ring)
+        return self.decisions
 
 
 class Connection:
@@ -132,13 +133,11 @@ class Connection:
         """The current decision table, as reader()."""
         view, control = self._view, self._control
         if view is None or control is None or control.words[EPOCH_WORD] != view.epoch:
-            if self._attach() is None:
+            view = self._view if self._attach() is not None else None
+            if view is None:
                 return None
-            view = self._view
-        if view is None:
-            return None
-        reader: TableReader | None = getattr(view.local, "decisions", None)
-        return reader if reader is not None else view.decisions(self._page)
+        table = view.decisions
+        return table if table is not None else view.read_decisions(self._page)
 
     @property
     def clear(self) -> int:

@@ -53,11 +53,11 @@ PREFER_FIRST_BELOW = 6
 
 _PUBLISHED = 1
 _CHECK = struct.Struct("<I")
-_first_place: Callable[[bytes], tuple[bytes, int]] = struct.Struct("<c7xI4x").unpack
+first_place: Callable[[bytes], tuple[bytes, int]] = struct.Struct("<c7xI4x").unpack
 _places: Callable[[bytes], tuple[bytes, int, int]] = struct.Struct("<c7xII").unpack
 
 # Of bytes followed by their CRC32C the CRC32C is a constant: one call verifies an entry, check included.
-_SOUND = crc32c(_CHECK.pack(crc32c(b"")))
+SOUND = crc32c(_CHECK.pack(crc32c(b"")))
 _SCAN_SLOTS = 1024
 
 Entry = tuple[bytes, int, int]
@@ -92,14 +92,15 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class SlotReader:
-    """Lookups without a lock. Keys have 16 bytes."""
+    """Lookups without a lock, for any number of threads. Keys have 16 bytes."""
 
     def __init__(self, raw: mmap, place: Place, replacements: memoryview) -> None:
         """A table in a whole mapping; `replacements` is its counter, a view of one word."""
         self._raw = raw
         self._find = raw.find
         self._buckets, self._start, self._size = place.buckets, place.start, place.entry_bytes
-        self._words = memoryview(raw)[place.start : place.end].cast("Q")[:: place.entry_bytes // 8]
+        self.words = memoryview(raw)[place.start : place.end].cast("Q")[:: place.entry_bytes // 8]
+        """The words by slot: a hot path of the table's own loads them itself."""
         self._replacements = replacements
         self.retries = self.lost = 0
 
@@ -110,16 +111,14 @@ class SlotReader:
 
     def get(self, key: bytes) -> Entry | None:
         """The entry of a key, or None."""
-        tag, first = _first_place(key)
+        tag, first = first_place(key)
         bucket = first % self._buckets * SLOTS
         slot = self._find(tag, bucket, bucket + SLOTS)  # 1
         if slot >= 0:
-            word = self._words[slot]  # 2
+            word = self.words[slot]  # 2
             start = slot * self._size + self._start
             image = self._raw[start : start + self._size]  # 3
-            if (
-                crc32c(image) == _SOUND and self._words[slot] == word and image[8:24] == key and word
-            ):  # 4, 5, 6
+            if crc32c(image) == SOUND and self.words[slot] == word and image[8:24] == key and word:  # 4, 5, 6
                 return image, slot, word
         return self._search(key)
 
@@ -133,9 +132,9 @@ class SlotReader:
                 bucket = choice % self._buckets * SLOTS
                 slot = self._find(tag, bucket, bucket + SLOTS)  # 1
                 while slot >= 0:
-                    if word := self._words[slot]:  # 2
+                    if word := self.words[slot]:  # 2
                         image = self._image(slot)  # 3
-                        if crc32c(image) != _SOUND or self._words[slot] != word:  # 4, 5
+                        if crc32c(image) != SOUND or self.words[slot] != word:  # 4, 5
                             differs = True
                         elif image[8:24] == key:  # 6
                             return image, slot, word
@@ -152,26 +151,22 @@ class SlotReader:
         """The entry in a slot, or None: free, changing just now, or no such slot."""
         if not 0 <= slot < self.slots:
             return None
-        word = self._words[slot]
+        word = self.words[slot]
         image = self._image(slot)
-        if crc32c(image) == _SOUND and self._words[slot] == word and word:
+        if crc32c(image) == SOUND and self.words[slot] == word and word:
             return image, slot, word
         return None
-
-    def word(self, slot: int) -> int:
-        """The word of a slot as it is now: whether what was read there still stands."""
-        return self._words[slot]
 
     def entries(self) -> Iterator[Entry]:
         """All entries, in no order."""
         for start in range(0, self.slots, _SCAN_SLOTS):
-            for slot, word in enumerate(self._words[start : start + _SCAN_SLOTS].tolist(), start):
+            for slot, word in enumerate(self.words[start : start + _SCAN_SLOTS].tolist(), start):
                 if word and (entry := self.at(slot)) is not None:
                     yield entry
 
     def close(self) -> None:
         """End this view. No call may follow."""
-        self._words.release()
+        self.words.release()
         self._replacements.release()
         del self._raw, self._find
 
@@ -192,12 +187,12 @@ class SlotWriter(SlotReader):
         """A free slot for a key in its better bucket; -1 where both are full."""
         _, first, second = _places(key)
         first = first % self._buckets * SLOTS
-        first_words = self._words[first : first + SLOTS].tolist()
+        first_words = self.words[first : first + SLOTS].tolist()
         first_free = first_words.count(0)
         if first_free > SLOTS - PREFER_FIRST_BELOW:
             return first + first_words.index(0)
         second = second % self._buckets * SLOTS
-        second_words = self._words[second : second + SLOTS].tolist()
+        second_words = self.words[second : second + SLOTS].tolist()
         second_free = second_words.count(0)
         if not first_free and not second_free:
             return -1
@@ -218,7 +213,7 @@ class SlotWriter(SlotReader):
             slot = self._find(tag, bucket, bucket + SLOTS)
             while slot >= 0:
                 start = slot * self._size + self._start
-                if (word := self._words[slot]) and self._raw[start + 8 : start + 24] == key:
+                if (word := self.words[slot]) and self._raw[start + 8 : start + 24] == key:
                     return self._image(slot), slot, word
                 slot = self._find(tag, slot + 1, bucket + SLOTS)
         return None
@@ -236,11 +231,11 @@ class SlotWriter(SlotReader):
         start = slot * self._size + self._start
         self._raw[start + 8 : start + self._size] = image[8:] + _CHECK.pack(crc32c(image))  # P1 body
         self._raw[slot : slot + 1] = image[8:9]  # P2 tag
-        self._words[slot] = int.from_bytes(image[:8], "little")  # P3 word
+        self.words[slot] = int.from_bytes(image[:8], "little")  # P3 word
         if replaced is not None:
             self._replacements[0] += 1  # P4 replaced
-            self._words[replaced[1]] = 0  # P5 old word
+            self.words[replaced[1]] = 0  # P5 old word
 
     def remove(self, slot: int) -> None:
         """Take an entry out."""
-        self._words[slot] = 0  # R1 word
+        self.words[slot] = 0  # R1 word

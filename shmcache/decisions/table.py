@@ -55,7 +55,7 @@ import msgspec
 from crc32c import crc32c
 
 from shmcache.errors import LayoutMismatch
-from shmcache.slots import Entry, Place, SlotReader, SlotWriter
+from shmcache.slots import SLOTS, SOUND, Entry, Place, SlotReader, SlotWriter, first_place
 
 KEY_BYTES = 16
 ENTRY_BYTES = 256
@@ -156,7 +156,7 @@ def segment_bytes(max_rows: int, units: int) -> int:
 
 
 class TableReader:
-    """Lookups without a lock. `buffer` is a memoryview over a whole mmap."""
+    """Lookups without a lock, for any number of threads. `buffer` is a memoryview over a whole mmap."""
 
     def __init__(self, buffer: memoryview, ring: Ring | None = None) -> None:
         """Raises LayoutMismatch if another build made the segment, or if it is none.
@@ -179,10 +179,11 @@ class TableReader:
             raise LayoutMismatch(LAYOUT_HASH, theirs)
         replacements = self._header[_REPLACEMENTS_WORD : _REPLACEMENTS_WORD + 1]
         self._slots = self._open(raw, place, replacements)
-        self._get = self._slots.get
-        self._head = ring.head if ring is not None else None
-        self._touches = ring.touches if ring is not None else None
-        self._ring_mask = len(ring.touches) - 1 if ring is not None else 0
+        self._words, self._find = self._slots.words, raw.find
+        self._buckets, self._start = place.buckets, place.start
+        # Without a ring hits are noted in a word that nobody reads: cheaper than to ask at each hit.
+        ring = ring or Ring(memoryview(bytearray(8)).cast("Q"), memoryview(bytearray(8)).cast("Q"))
+        self._head, self._touches, self._ring_mask = ring.head, ring.touches, len(ring.touches) - 1
 
     def _open(self, raw: mmap, place: Place, replacements: memoryview) -> SlotReader:
         return SlotReader(raw, place, replacements)
@@ -202,10 +203,19 @@ class TableReader:
 
     def get(self, key: bytes) -> tuple[bytes, float | None] | None:
         """The living value of a key and its Unix expiry, or None."""
-        entry = self._get(key)
-        if entry is None:
-            return None
-        image, slot, word = entry
+        # The first match of slots' search, unrolled: a call and a tuple less is a sixth of a hit.
+        words = self._words
+        tag, first = first_place(key)
+        bucket = first % self._buckets * SLOTS
+        slot = self._find(tag, bucket, bucket + SLOTS)
+        word = words[slot] if slot >= 0 else 0
+        start = slot * ENTRY_BYTES + self._start
+        image = self._raw[start : start + ENTRY_BYTES]
+        if not word or crc32c(image) != SOUND or words[slot] != word or image[8:_FIXED_AT] != key:
+            entry = self._slots.get(key)
+            if entry is None:
+                return None
+            image, slot, word = entry
         ends_ns, expires, _written, value_bytes, unit, value_crc = _fixed(image, _FIXED_AT)
         if ends_ns and ends_ns <= _clock(_BOOTTIME):
             return None
@@ -213,15 +223,15 @@ class TableReader:
             value = image[_VALUE_AT : _VALUE_AT + value_bytes]
         else:
             value = self._units(unit, value_bytes)
-            if crc32c(value) != value_crc or self._slots.word(slot) != word:
+            if crc32c(value) != value_crc or self._words[slot] != word:
                 # Its entry has left, and the units with it: at that moment it was a miss.
                 return None
-        if self._head is not None and self._touches is not None:
-            # Two threads at once may lose a touch: it costs an entry its place in the order of use, and a
-            # lock would cost every hit.
-            head = self._head[0]
-            self._touches[head & self._ring_mask] = slot | (word >> 8 & 0xFFFFFFFF) << 32
-            self._head[0] = head + 1
+        # Two threads at once may lose a touch: it costs an entry its place in the order of use, and a lock
+        # would cost every hit.
+        ring_head = self._head
+        head = ring_head[0]
+        self._touches[head & self._ring_mask] = slot | (word >> 8 & 0xFFFFFFFF) << 32
+        ring_head[0] = head + 1
         return value, expires or None
 
     def decisions(self) -> Iterator[Decision]:
@@ -238,7 +248,7 @@ class TableReader:
         value = image[_VALUE_AT : _VALUE_AT + value_bytes]
         if unit != _INSIDE:
             value = self._units(unit, value_bytes)
-            if crc32c(value) != value_crc or self._slots.word(slot) != word:
+            if crc32c(value) != value_crc or self._words[slot] != word:
                 return None
         return Decision(image[8:_FIXED_AT], value, expires or None, written)
 
@@ -250,7 +260,7 @@ class TableReader:
         """End this view, so that its mapping can be closed. No call may follow."""
         self._slots.close()
         self._header.release()
-        del self._raw, self._get
+        del self._raw, self._find
 
     def _units(self, unit: int, value_bytes: int) -> bytes:
         start = self._units_at + unit * UNIT_BYTES

@@ -81,20 +81,22 @@ def test_a_replacement_gives_its_units_back(pair: Pair) -> None:
     assert pair.reader.stats()["units_used"] == len(pair.reader) == 0
 
 
-def test_a_reader_never_sees_units_that_were_given_to_another_value(pair: Pair) -> None:
-    pair.put(b"a" * 16, b"a" * 3000)
+def test_a_reader_never_sees_units_that_were_given_to_another_value(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.put(b"a" * 16, b"a" * 3000, 1e9, 1 << 62)
     entry = pair.writer.entry(b"a" * 16)
     assert entry is not None
-    get = pair.reader._slots.get
+    clock = table._clock
 
-    def overtaken(key: bytes) -> table.Entry | None:
-        found = get(key)
+    def overtaken(which: int) -> int:
         pair.writer.remove(entry)
         pair.put(b"b" * 16, b"b" * 3000)
-        return found
+        return clock(which)
 
-    pair.reader._get = overtaken
+    monkeypatch.setattr(table, "_clock", overtaken)
     assert pair.reader.get(b"a" * 16) is None
+    assert pair.reader.get(b"b" * 16) == (b"b" * 3000, None)
 
 
 class Died(Exception):
@@ -122,7 +124,7 @@ def test_a_writer_that_dies_before_a_step_leaves_the_old_value_or_the_new(pair: 
     pair.put(b"a" * 16, b"old")
     writer: Any = pair.writer._writer
     left = [0] * stores
-    for name in ("_raw", "_words", "_replacements"):
+    for name in ("_raw", "words", "_replacements"):
         setattr(writer, name, Dying(getattr(writer, name), left))
     with pytest.raises(Died):
         pair.put(b"a" * 16, b"new")
