@@ -63,6 +63,21 @@ def test_two_readers_beside_the_writer_see_nothing_wrong(script: str, floor: int
     assert found.states > floor
 
 
+@pytest.mark.stress
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_two_readers_beside_any_script_see_nothing_wrong(script: str) -> None:
+    found = run(script, GET_K, PREFIX_K)
+    assert found.counterexample is None, str(found.counterexample)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("key", ["K", "L", "M"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_where_loads_pass_each_other_no_script_shows_what_was_not_published(script: str, key: str) -> None:
+    found = run(script, ("get", key), memory="weak")
+    assert found.counterexample is None, str(found.counterexample)
+
+
 @pytest.mark.parametrize("key", ["K", "L"])
 def test_a_block_slot_that_is_used_again_shows_nothing_of_its_former_block(key: str) -> None:
     found = run("reuse", ("prefix", key), texts=TWO_BLOCKS)

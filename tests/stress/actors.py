@@ -65,7 +65,7 @@ def read(
             hits = misses = 0
             for _ in range(_BATCH):
                 # Some are asked for more than others, as everywhere: their rows stay.
-                family = wanted[int(len(wanted) * chosen.random() ** 4)]
+                family = wanted[int(len(wanted) * chosen.random() ** 8)]
                 if chosen.random() < 0.1:
                     found = _by_prefix(column, cache, family)
                 else:

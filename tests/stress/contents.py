@@ -100,4 +100,4 @@ def is_right(payload: memoryview, key: bytes) -> bool:
     if key_there != key or size_there != size_bytes or start != start_of(key, number, size_bytes):
         return False
     words = np.frombuffer(payload, np.uint64, offset=HEAD.size)
-    return np.array_equal(words, _POOL[start : start + words.size])
+    return bool((words == _POOL[start : start + words.size]).all())

@@ -124,7 +124,7 @@ class Run:
         with self._space(ram_file_bytes=total_bytes * 2 // 3, max_rows=1024) as space:
             space.start(command=True)
             self.board.switch(GO)
-            readers = [(wanted, 8 << 20), (wanted, 1 << 30)]
+            readers = [(wanted, total_bytes // 3), (wanted, 1 << 30)]
             children = [self.child(actors.write, self.board.column(), space.name, wanted)]
             for options in readers:
                 children.append(self.child(actors.read, self.board.column(), space.name, *options))
