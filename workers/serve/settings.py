@@ -98,6 +98,8 @@ def model_settings(table: Mapping[str, Any], name: str) -> ModelSettings:
     path, gates = options.pop("path", None), options.pop("gates", {})
     if not isinstance(path, str):
         raise ConfigError(f"model {name} has no path")
+    if unknown := sorted(set(gates) - set(Gates.__struct_fields__)):
+        raise ConfigError(f"gates of model {name}: unknown {', '.join(unknown)}")
     return ModelSettings(
         name=name,
         path=str(Path(path).expanduser()),
