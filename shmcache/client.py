@@ -287,7 +287,7 @@ class Cache:
         self._bad_words: set[int] = set()
         self._buffers = ReadBuffers()
         self._in_fd = -1
-        self._in_path = Path()
+        self._in_place = (0, Path())
         self._disk: Path | None = None
 
     # ---- LOOKUP
@@ -473,10 +473,11 @@ class Cache:
 
     def in_fd(self) -> int:
         """Directory that takes finished slabs of this cache's tier. Raises OSError, ForeignObject."""
-        path = self.connection.tier_path(self.tier) / "in"
-        if path != self._in_path:
-            fd, self._in_fd = self._in_fd, shm.open_directory(path)
-            self._in_path = path
+        # Under another id the directory may be another one of the same name (tools.clean).
+        place = (self.connection.client, self.connection.tier_path(self.tier) / "in")
+        if place != self._in_place:
+            fd, self._in_fd = self._in_fd, shm.open_directory(place[1])
+            self._in_place = place
             if fd >= 0:
                 os.close(fd)
         return self._in_fd
@@ -538,6 +539,7 @@ class Cache:
     def _look_round(self) -> None:
         """Twice a second while there is nothing to do."""
         self.connection.send_again()
+        self.connection.look_whether_cleaned()
         self._let_go_of_what_left()
 
     def _let_go_of_what_left(self) -> None:

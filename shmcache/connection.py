@@ -358,6 +358,7 @@ class Connection:
         control = self._control if self.reader() is not None else None
         view = self._view
         if control is None or view is None or not control.coordinator_lives():
+            self.look_whether_cleaned()
             if mailbox != NO_MAILBOX:
                 self.count("save_dropped_no_coordinator")
             return None
@@ -371,6 +372,18 @@ class Connection:
                 self.count("save_dropped_queue_full")
             return None
         return head
+
+    def look_whether_cleaned(self) -> None:
+        """Start over where the control page is not the namespace's any more (tools.clean); once a second."""
+        with self._lock:
+            now_ns, control = time.monotonic_ns(), self._control
+            if control is None or now_ns < self._look_again_ns or control.coordinator_lives():
+                return
+            self._look_again_ns = now_ns + _LOOK_AGAIN_NS
+            if not control.is_current(self.names):
+                counts = self._counts
+                self.close()
+                self._counts = counts
 
     # ---- leaving
 

@@ -9,8 +9,8 @@
     40     8    pid      coordinator  for people to read; liveness is the lock
     48     8    started  coordinator  Unix seconds of the coordinator's start
 
-Owner: the first coordinator makes it, complete, and nobody ever unlinks it; so every mapping ever
-made of it, by whatever process, stays the one that the next coordinator writes.
+Owner: the first coordinator makes it, complete, and nobody but `shmcache clean` ever unlinks it; so every
+mapping ever made of it, by whatever process, stays the one that the next coordinator writes.
 Readers: everybody, through a read-only mapping.
 Invariants
     I1  epoch is stored last: whoever reads it not 0 finds layout, forget, clear and index complete.
@@ -28,6 +28,7 @@ import os
 import struct
 import sys
 from enum import IntEnum
+from pathlib import Path
 
 from shmcache import shm
 from shmcache.errors import AlreadyRunning, LayoutMismatch, NoCoordinator
@@ -90,10 +91,21 @@ class ControlPage:
         """Asks the kernel, so it costs a system call: never on a hit."""
         return shm.is_locked(self._fd)
 
+    def is_current(self, names: Names) -> bool:
+        """Whether this is still the namespace's page: `shmcache clean` removes it with everything."""
+        return _is_at(self._fd, names.control)
+
     def close(self) -> None:
         """End this view. Closing the coordinator's own view gives up its lock."""
         self._mapping.close()
         os.close(self._fd)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 class OwnedControlPage(ControlPage):
@@ -103,12 +115,16 @@ class OwnedControlPage(ControlPage):
     def acquire(cls, names: Names) -> OwnedControlPage:
         """Make the page where there is none, and take its lock. Raises AlreadyRunning."""
         content = struct.pack("<Q", _MAGIC)
-        shm.make_complete_file(names.control, content, size_bytes=SIZE_BYTES)
-        fd = shm.open_owned(names.control, os.O_RDWR)
-        if not shm.try_lock(fd):
-            pid = int.from_bytes(os.pread(fd, 8, 8 * Word.PID), sys.byteorder)
-            os.close(fd)
-            raise AlreadyRunning(names.namespace, pid)
+        while True:
+            shm.make_complete_file(names.control, content, size_bytes=SIZE_BYTES)
+            fd = shm.open_owned(names.control, os.O_RDWR)
+            if not shm.try_lock(fd):
+                pid = int.from_bytes(os.pread(fd, 8, 8 * Word.PID), sys.byteorder)
+                os.close(fd)
+                raise AlreadyRunning(names.namespace, pid)
+            if _is_at(fd, names.control):
+                break
+            os.close(fd)  # `shmcache clean` has removed it between our open and our lock.
         if os.fstat(fd).st_size != SIZE_BYTES:
             os.ftruncate(fd, SIZE_BYTES)
             shm.allocate(fd, SIZE_BYTES)

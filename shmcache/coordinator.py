@@ -605,6 +605,9 @@ class Coordinator:
                 log.warning("row %s is dropped: %s", key.hex(), done.error)
                 self._count("corrupt_rows")
                 self._remove(found)
+            elif done.is_damaged:
+                log.warning("row %s is removed: %s", key.hex(), done.error)
+                self._release(state, key, 0)
         elif found is None:
             self._enter(state, done.slab, done.slab.head.meta.base_key)
             found = self._index.get(key)

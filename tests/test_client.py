@@ -44,6 +44,7 @@ from shmcache.mq import RequestQueue
 from shmcache.page import MAILBOXES, Word
 from shmcache.protocol import Await, Outcome
 from shmcache.tiers.base import file_name
+from shmcache.tools import clean
 
 WHO = identity()
 OTHER = identity("another model")
@@ -148,6 +149,30 @@ def test_a_coordinator_of_another_build_means_uncached_and_one_log_line(
     assert count(cache, "cache_faults") == 3
     assert len([record for record in caplog.records if "layout" in record.getMessage()]) == 1
     assert not list(space.names.pages.iterdir()), "and it leaves no page there"
+
+
+@pytest.mark.parametrize("plant", ["mode", "symlink", "cut", "stranger"])
+def test_an_index_that_is_not_ours_or_not_whole_is_not_read(space: Namespace, plant: str) -> None:
+    if plant == "stranger" and os.geteuid() != 0:
+        pytest.skip("needs root: a second uid")
+    space.start()
+    (path,) = [path for path in space.names.epoch_segments() if path.name.endswith(".index")]
+    if plant == "mode":
+        path.chmod(0o644)
+    elif plant == "symlink":
+        path.rename(path.with_suffix(".elsewhere"))
+        path.symlink_to(path.with_suffix(".elsewhere"))
+    elif plant == "cut":
+        path.unlink()
+        path.write_bytes(b"")
+        path.chmod(0o600)
+    else:
+        os.chown(path, 64_001, 64_001)
+    cache = space.cache()
+    assert longest(cache, WHO, A) is None
+    assert reserve(cache, A) == [None]
+    assert count(cache, "cache_faults" if plant == "cut" else "foreign_objects") == 1
+    assert count(cache, "uncached") == 1
 
 
 # ---- saving and finding
@@ -308,6 +333,22 @@ def test_a_new_epoch_is_mapped_within_one_call(space: Namespace) -> None:
     space.start()
     cache.connection._look_again_ns = 0
     assert longest(cache, WHO, A) == (len(A), b"state")
+
+
+def test_a_worker_finds_its_way_back_after_the_namespace_was_cleaned(space: Namespace) -> None:
+    space.start()
+    cache = space.cache()
+    save(cache, WHO, A, b"state")
+    before = count(cache, "save_handed_over")
+    space.kill()
+    clean.remove(space.name)
+    space.start()
+    assert eventually(lambda: save(cache, WHO, B, b"state"))
+    assert longest(cache, WHO, C) == (len(B), b"state")
+    assert count(cache, "save_handed_over") == before + 1, "what it has counted it has counted"
+    page = cache.connection.page
+    assert page is not None
+    assert page.counters()["save_handed_over"] == before + 1
 
 
 def test_the_index_of_the_time_before_is_let_go_with_its_epoch(space: Namespace) -> None:

@@ -94,6 +94,26 @@ def test_a_second_coordinator_is_told_who_runs(space: Namespace) -> None:
     OwnedControlPage.acquire(space.names).close()
 
 
+def test_a_page_that_was_removed_before_its_lock_was_taken_is_not_it(
+    space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shm.try_lock
+
+    def cleaned_meanwhile(fd: int) -> bool:
+        monkeypatch.undo()
+        space.names.control.unlink()
+        return real(fd)
+
+    monkeypatch.setattr(shm, "try_lock", cleaned_meanwhile)
+    with contextlib.closing(OwnedControlPage.acquire(space.names)) as page:
+        assert page.is_current(space.names)
+        view = ControlPage.open(space.names)
+        assert view.coordinator_lives()
+        space.names.control.unlink()
+        assert not view.is_current(space.names)
+        view.close()
+
+
 def test_the_kernel_lock_decides_and_not_what_is_written(space: Namespace) -> None:
     def hold(pipe: Pipe) -> None:
         OwnedControlPage.acquire(space.names)

@@ -1228,6 +1228,18 @@ def test_a_file_that_has_no_row_and_no_room_goes(space: Namespace) -> None:
     desk.close()
 
 
+@pytest.mark.parametrize("content", ["garbage", "future"])
+def test_a_damaged_file_that_has_no_row_goes_and_another_versions_stays(desk: Desk, content: str) -> None:
+    path = desk.names.tier("ram_file", EPOCH) / file_name(key_of(A))
+    whole = bytearray(slab_file(WHO, A, bytes(100)))
+    whole[3] = 3 if content == "future" else whole[3]
+    path.write_bytes(whole if content == "future" else b"garbage")
+    path.chmod(0o600)
+    survey(desk)
+    assert path.exists() == (content == "future")
+    path.unlink(missing_ok=True)
+
+
 def test_a_tier_that_is_down_loses_no_row(desk: Desk) -> None:
     for text in (A, B):
         desk.save(text)

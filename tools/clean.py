@@ -5,7 +5,8 @@ that have no next one.
 
 Invariants
     I1  The coordinator's lock is held while things go, so that none starts in the middle.
-Leans on: a worker that still maps a row keeps its bytes until it lets go.
+Leans on: a worker that still maps a row keeps its bytes until it lets go, and sees that the control page
+is another one (connection).
 Leaves out: rows of a living cache, and another user's things.
 """
 
@@ -30,17 +31,28 @@ def remove(namespace: str) -> list[str]:
     """Remove all that the namespace has, and name it. Raises AlreadyRunning, ForeignObject."""
     names = Names(namespace)
     removed = []
-    with contextlib.suppress(FileNotFoundError):
+    try:
         os.close(shm.open_directory(names.directory))
+    except FileNotFoundError:
+        removed += _remove_flat(names)
+    else:
         with contextlib.closing(OwnedControlPage.acquire(names)):
+            # The directory last: without the control page nothing keeps the next coordinator out.
+            removed += _remove_flat(names)
             shutil.rmtree(names.directory)
-        removed.append(str(names.directory))
+        removed.insert(0, str(names.directory))
+    return removed + remove_decisions(default_path(namespace))
+
+
+def _remove_flat(names: Names) -> list[str]:
+    """Segments and queue, which lie beside the directory."""
+    removed = []
     for segment in names.epoch_segments():
         segment.unlink()
         removed.append(str(segment))
     if mq.unlink(names):
         removed.append(f"message queue {names.queue}")
-    return removed + remove_decisions(default_path(namespace))
+    return removed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,6 @@ Leaves out: budgets, use order, the index; on which thread it runs (supervisor).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
@@ -116,8 +115,7 @@ class Tier(ABC):
                 try:
                     yield read_slab(directory_fd, file_name(key), key)
                 except CorruptSlab as error:
-                    with contextlib.suppress(FileNotFoundError):
-                        yield Broken(key, str(error), damaged=_is_ours(directory_fd, file_name(key)))
+                    yield Broken(key, str(error), damaged=_is_ours(directory_fd, file_name(key)))
                 except ForeignObject as error:
                     yield Broken(key, str(error), damaged=False)
                 except FileNotFoundError:
@@ -131,6 +129,10 @@ class Tier(ABC):
     def read(self, key: bytes) -> Slab:
         """The slab at a row's name. Raises CorruptSlab, ForeignObject, FileNotFoundError."""
         return read_slab(self.directory_fd(key), file_name(key), key)
+
+    def is_ours(self, key: bytes) -> bool:
+        """Whether a damaged file at a row's name was of this version."""
+        return _is_ours(self.directory_fd(key), file_name(key))
 
     def handed_over(self) -> Iterator[HandOver]:
         """Every slab that waits in `in/`. What is no file there was not handed over (I3)."""
@@ -196,7 +198,10 @@ def read_slab(directory_fd: int, name: str, key: bytes) -> Slab:
 
 def _is_ours(directory_fd: int, name: str) -> bool:
     """Whether a damaged file was of this version: another version's rows are not ours to judge."""
-    fd = shm.open_owned(name, os.O_RDONLY, dir_fd=directory_fd)
+    try:
+        fd = shm.open_owned(name, os.O_RDONLY, dir_fd=directory_fd)
+    except (FileNotFoundError, ForeignObject):
+        return False
     try:
         return kvc.version_of(os.pread(fd, kvc.SCAN_BYTES, 0)) in (None, kvc.VERSION)
     finally:

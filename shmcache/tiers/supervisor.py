@@ -80,6 +80,7 @@ class Done(msgspec.Struct, frozen=True):
     """How a job ended: a slab for Link and Look, keys for Survey, an error, or nothing.
 
     is_fault: the error is the tier's, not that of the one slab that it was about.
+    is_damaged: the slab was of this version, and is of no use.
     """
 
     job: Job
@@ -87,6 +88,7 @@ class Done(msgspec.Struct, frozen=True):
     keys: frozenset[bytes] = frozenset()
     error: str = ""
     is_fault: bool = False
+    is_damaged: bool = False
 
 
 class LaneStatistics(msgspec.Struct, frozen=True):
@@ -219,7 +221,8 @@ def _run_job(tier: Tier, job: Job) -> Done:
             case Look():
                 return Done(job, slab=tier.read(job.key))
     except (CorruptSlab, ForeignObject, FileNotFoundError) as error:
-        return Done(job, error=str(error))
+        is_damaged = isinstance(job, Look) and isinstance(error, CorruptSlab) and tier.is_ours(job.key)
+        return Done(job, error=str(error), is_damaged=is_damaged)
     except Exception as error:  # I1: whatever a tier raises stays in its lane
         return Done(job, error=f"{type(error).__name__}: {error}", is_fault=True)
     return Done(job)
