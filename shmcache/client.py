@@ -500,7 +500,8 @@ class Cache:
 
     @property
     def forget(self) -> int:
-        """The forget number under which a sequence begins now."""
+        """The forget number under which a sequence begins now. Read it before the row that it begins with."""
+        self.connection.reader()
         return self.connection.forget
 
     def statistics(self) -> CacheStatistics:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,12 +29,15 @@ SIZES = (
     "disk_write_bytes_per_s",
     "decisions_bytes",
 )
+TIERS = ("ram", "ram_file", "disk")
 DURABILITIES = ("full", "commit", "memory")
 Eviction = Literal["lru", "cost"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_ROWS_LIMIT = 4_000_000
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+_DURATION = re.compile(r"(\d+)\s*([smhd]?)", re.IGNORECASE)
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -47,6 +50,41 @@ def parse_size(value: str | int) -> int:
     if match is None:
         raise ConfigError(f"{value!r} is not a size: write bytes, or a number with K, M, G or T")
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_duration(value: str) -> int:
+    """Seconds from `90`, `90s`, `15m`, `12h` or `7d`. Raises ConfigError."""
+    match = _DURATION.fullmatch(value.strip())
+    if match is None:
+        raise ConfigError(f"{value!r} is not a duration: write seconds, or a number with s, m, h or d")
+    return int(match[1]) * _SECONDS[match[2].lower()]
+
+
+def parse_count(value: str) -> int:
+    """A plain number. Raises ConfigError."""
+    if not value.strip().isdecimal():
+        raise ConfigError(f"{value!r} is not a number")
+    return int(value)
+
+
+def per_tier(name: str, value: str, parse: Callable[[str], int]) -> dict[str, int]:
+    """Values by tier, from `7d` for all or `ram_file=12h,disk=7d`; tiers that are not named have none.
+
+    Raises ConfigError, also for 0: it would keep nothing.
+    """
+    named: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in value.split(","))):
+        tier, is_named, text = part.rpartition("=")
+        tiers = (tier.strip(),) if is_named else TIERS
+        if not set(tiers) <= set(TIERS):
+            raise ConfigError(f"{name} ({value}) names {tier!r}: it must be one of {', '.join(TIERS)}")
+        for one in tiers:
+            if one in named or (named and not is_named):
+                raise ConfigError(f"{name} ({value}) says twice what holds for {one}")
+            named[one] = parse(text)
+        if not named[tiers[0]]:
+            raise ConfigError(f"{name} ({value}) must be at least 1")
+    return named
 
 
 def check_namespace(namespace: str) -> str:
@@ -72,6 +110,9 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_write_bytes_per_s  bound of the copies to disk, which spares others who use it; 0: none.
     max_rows                capacity of the index in rows; 65,536 rows of 40 MB are 2.6 TB, more than
                             any memory tier holds, in 36 MB of index.
+    tier_rows               most rows of a tier, beside its bytes: a number, or `ram_file=500,disk=20000`.
+    max_age                 rows leave when they were made so long ago: `7d`, or `ram_file=12h,disk=7d`;
+                            pinned ones do not. None by default.
     eviction                who leaves a full tier: `lru` the row without use the longest, `cost` the one
                             that is expected to spare the least prefill for its bytes.
     decisions_rows          capacity of the decision table: 16,384 take 7.5 MB of /dev/shm.
@@ -90,6 +131,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: int | None = None
     disk_write_bytes_per_s: int = 0
     max_rows: int = 65_536
+    tier_rows: str = ""
+    max_age: str = ""
     eviction: Eviction = "lru"
     decisions_rows: int = 16_384
     decisions_bytes: int = 4 << 20
@@ -108,12 +151,22 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"disk_bytes ({self.disk_bytes}) needs disk_dir (none)")
         if not 1 <= self.max_rows <= MAX_ROWS_LIMIT:
             raise ConfigError(f"max_rows ({self.max_rows}) must be between 1 and {MAX_ROWS_LIMIT}")
+        self.rows_by_tier()
+        self.max_age_s_by_tier()
         if not 1 <= self.decisions_rows <= MAX_ROWS_LIMIT:
             raise ConfigError(
                 f"decisions_rows ({self.decisions_rows}) must be between 1 and {MAX_ROWS_LIMIT}"
             )
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level ({self.log_level}) must be one of {', '.join(LOG_LEVELS)}")
+
+    def rows_by_tier(self) -> dict[str, int]:
+        """tier_rows, taken apart."""
+        return per_tier("tier_rows", self.tier_rows, parse_count)
+
+    def max_age_s_by_tier(self) -> dict[str, int]:
+        """max_age, taken apart, in seconds."""
+        return per_tier("max_age", self.max_age, parse_duration)
 
 
 class Gates(msgspec.Struct, frozen=True, kw_only=True):

@@ -137,6 +137,10 @@ class OwnedControlPage(ControlPage):
         page.words[Word.PID] = os.getpid()
         return page
 
+    def store_forget(self, number: int) -> None:
+        """Show the forget number, unless it would go back."""
+        self.words[Word.FORGET] = max(number, self.words[Word.FORGET])
+
     def close_epoch(self) -> None:
         """Say that there is no index, before the old one goes or the other words change."""
         self.words[Word.EPOCH] = 0

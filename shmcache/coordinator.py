@@ -3,7 +3,7 @@
     Reserve ─► verdicts            room is made, bytes are charged, the key is held
     Written ─► check ─► Link job ─► linked ─► publish      or refused, and the bytes are given back
     Cancel, client_gone ─► let go                          what has a name is looked at first
-    Drop ─► remove                                         row, then file
+    Drop, Evict ─► remove                                  row, then file
 
 A tier's directory is touched on the tier's own lane only: jobs go in, outcomes come back (supervisor).
 What waits in `in/`, always in /dev/shm, is read and refused right here.
@@ -18,7 +18,11 @@ Invariants
     I3  The row that a live reservation extends, and its ancestors, are not evicted.
     I4  Every waiter gets one outcome: at publish, refusal, cancel, or its owner's end; and none once
         its mailbox has asked something else.
-    I5  Nothing here has a clock, a lock or a sleep of its own: time is an argument.
+    I5  A sequence that began before the last Evict saves nothing: it is refused when it reserves, when it
+        is published and when it is adopted. The number that says so moves after the rows have left the
+        index, so who has seen the new number has not seen them.
+    I6  A pinned row leaves by Evict, or where it does not verify, and not otherwise.
+    I7  Nothing here has a clock, a lock or a sleep of its own: time is an argument.
 Leans on: a lane runs its jobs in order, so a slab that leaves and one of the same key that comes do not
 meet.
 Leaves out: how messages come and go, who lives (server), what bytes mean (kvc).
@@ -29,14 +33,14 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import msgspec
 
 from shmcache.config import Eviction
 from shmcache.errors import CorruptSlab, ForeignObject, mib
-from shmcache.eviction import HEAD, Entry, Residents
+from shmcache.eviction import HEAD, PINNED, Entry, Residents
 from shmcache.index import Found, IndexWriter, Published, Row
 from shmcache.key import identity_tag
 from shmcache.kvc import HEAD_DETAIL
@@ -48,8 +52,12 @@ from shmcache.protocol import (
     Await,
     Cancel,
     Drop,
+    Evict,
+    Evicted,
     Extend,
     Outcome,
+    Pin,
+    Pinned,
     Plan,
     Reserve,
     Reserved,
@@ -60,12 +68,24 @@ from shmcache.protocol import (
 )
 from shmcache.reservation import Event, Reservation, Reservations, State
 from shmcache.tiers.base import HandOver, Slab
-from shmcache.tiers.supervisor import Done, Lane, LaneState, Link, Look, Remove, Survey, WriteUse
+from shmcache.tiers.supervisor import (
+    Done,
+    Lane,
+    LaneState,
+    Link,
+    Look,
+    Remove,
+    SetPin,
+    StoreForget,
+    Survey,
+    WriteUse,
+)
 
 log = logging.getLogger(__name__)
 
 _NOBODY = -1  # client of what is adopted: its owner was another coordinator's
 _SURVEY_SLICE = 2_000
+_AGED_SLOTS = 4_096  # looked at each tick: a whole index of 65,536 rows in seven seconds
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -87,6 +107,7 @@ class TierState(msgspec.Struct):
     """One tier as the coordinator sees it.
 
     staging_bytes bounds what is in flight to the disk, in /dev/shm; 0 where slabs are made in place.
+    max_rows and max_age_s: None where there is no such limit.
     leaving holds, in order, rows that are out of the index and whose unlinking is under way.
     deferred are grants that wait until so many removals have ended.
     """
@@ -94,6 +115,8 @@ class TierState(msgspec.Struct):
     lane: Lane
     budget_bytes: int
     staging_bytes: int = 0
+    max_rows: int | None = None
+    max_age_s: int | None = None
     used_bytes: int = 0
     rows: int = 0
     leaving: deque[tuple[bytes, int]] = msgspec.field(default_factory=deque)
@@ -107,6 +130,16 @@ class TierState(msgspec.Struct):
     def number(self) -> Tier:
         """Which tier it is."""
         return self.lane.tier.number
+
+
+class Forgetting(msgspec.Struct):
+    """An Evict whose files are being removed: it is answered when each tier has ended so many removals."""
+
+    reply: Reply
+    rows: int
+    keys: frozenset[bytes]
+    until: dict[Tier, int]
+    failed: int = 0
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +165,7 @@ class Coordinator:
         unnamed_bytes: Callable[[], Mapping[int, int]],
         *,
         rules: Rules = _DEFAULTS,
+        store_forget: Callable[[int], None] = lambda _number: None,
     ) -> None:
         """Nothing is adopted yet.
 
@@ -142,11 +176,15 @@ class Coordinator:
             forget: the control page's forget number.
             unnamed_bytes: by client, the bytes without a name that each worker says it holds.
             rules: who may stay.
+            store_forget: shows the forget number to all workers.
         """
         self._index = index
         self._tiers = {state.number: state for state in tiers}
         self._epoch = epoch
-        self._forget = forget
+        self._forget = self._forget_at_start = forget
+        self._store_forget = store_forget
+        self._aged_to = 0
+        self._forgetting: list[Forgetting] = []
         self._unnamed_bytes = unnamed_bytes
         self._held: dict[int, int] = {}
         self._held_before: dict[int, int] = {}
@@ -189,6 +227,10 @@ class Coordinator:
                     self._cancel(request)
                 case Drop():
                     self._drop(request)
+                case Evict():
+                    self._evict_for_good(request)
+                case Pin():
+                    self._pin(request)
         return self._take_replies()
 
     def _reserve(self, request: Reserve) -> list[Verdict]:
@@ -303,6 +345,57 @@ class Coordinator:
         self._count("corrupt_rows")
         self._remove(found)
 
+    def _evict_for_good(self, request: Evict) -> None:
+        """Rows first, then the number (I5), then whatever of older sequences has a name already."""
+        named = [found for key in set(request.keys) if (found := self._index.get(key)) is not None]
+        for found in named:
+            self._count("forgotten")
+            self._remove(found)
+        self._forget += 1
+        self._store_forget(self._forget)
+        for state in self._tiers.values():
+            state.lane.submit(StoreForget(self._forget))
+        keys = frozenset(found.row.key for found in named) | self._take_back()
+        if request.mailbox != NO_MAILBOX:
+            self._parked[request.client, request.mailbox] = request.request
+            reply = Reply(request.client, request.mailbox, request.request, Evicted(0, 0))
+            until = {number: state.removals for number, state in self._tiers.items()}
+            self._forgetting.append(Forgetting(reply, len(named), keys, until))
+            self._answer_forgetting()
+
+    def _take_back(self) -> frozenset[bytes]:
+        """Refuse what older sequences have handed over; the keys of those whose link is under way.
+
+        The lane removes these right behind their link: should we die before we hear of it, the next
+        coordinator finds no row.
+        """
+        self._take_named()
+        linking = set()
+        for reservation in self._reservations:
+            if reservation.state is State.CHECKED and reservation.named is not None:
+                linking.add(reservation.named)
+                self._release(self._tiers[reservation.plan.tier], reservation.named, 0)
+        return frozenset(linking)
+
+    def _answer_forgetting(self) -> None:
+        """Answer those Evicts whose files are gone."""
+        for forgetting in list(self._forgetting):
+            ended = (self._tiers[tier].removals_ended >= count for tier, count in forgetting.until.items())
+            if all(ended):
+                self._forgetting.remove(forgetting)
+                body = Evicted(forgetting.rows, forgetting.failed)
+                self._reply_if_parked(msgspec.structs.replace(forgetting.reply, body=body))
+
+    def _pin(self, request: Pin) -> None:
+        """The row is safe at once; the answer comes when a restart would know it too."""
+        found = self._index.get(request.key)
+        if found is None:
+            self._answer(request, Pinned(False, "there is no such row"))
+            return
+        self._order.pin(found.slot, pinned=request.pinned)
+        self._wait_for(request, _pin_of(request.key))
+        self._tiers[Tier(found.row.tier)].lane.submit(SetPin(request.key, request.pinned))
+
     # ---- the shell's events
 
     def unpark(self, client: int, mailbox: int) -> None:
@@ -361,6 +454,7 @@ class Coordinator:
                 if found is not None and found.row.tier == state.number:
                     self._descend(found.slot, found.row.text_bytes, slab.head.meta.base_key)
             self._evict(self._victims(state)[0])
+        self._expire(range(self._index.slots))
         self._adopt_orphans()
         return len(self._index)
 
@@ -377,14 +471,19 @@ class Coordinator:
         """Every 30 s: take what waits in `in/`, and compare each directory with the index."""
         self._now = now
         self._note_held()
+        self._take_named()
+        for state in self._tiers.values():
+            state.lane.submit(Survey())
+        return self._take_replies()
+
+    def _take_named(self) -> None:
+        """Everything that has a name in `in/`, whether its owner has told us or not."""
         for state in self._tiers.values():
             for handover in state.lane.tier.handed_over():
                 reservation = self._reservations.by_token(handover.token)
                 if reservation is not None and reservation.state is State.RESERVED:
                     self._take(reservation, handover)
-            state.lane.submit(Survey())
         self._adopt_orphans()
-        return self._take_replies()
 
     def tick(self, now: Now, now_s: float) -> list[Reply]:
         """A few times a second: lanes that are late, outcomes, a slice of a survey."""
@@ -398,6 +497,9 @@ class Coordinator:
             for key in islice(state.survey, _SURVEY_SLICE):
                 if key is not None:
                     state.lane.submit(Look(key))
+        until = min(self._aged_to + _AGED_SLOTS, self._index.slots)
+        self._expire(range(self._aged_to, until))
+        self._aged_to = until % self._index.slots
         return self.outcomes(now)
 
     def outcomes(self, now: Now) -> list[Reply]:
@@ -409,12 +511,16 @@ class Coordinator:
                     case Link():
                         self._linked(state, done.job.handover, done)
                     case Remove():
-                        self._removed(state)
+                        self._removed(state, done)
+                    case SetPin():
+                        self._wake(_pin_of(done.job.key), Pinned(not done.error, done.error))
                     case Look():
                         self._looked(state, done.job.key, done)
                     case Survey() if not done.error:
                         state.survey = self._disagreeing(state, done.keys)
-                    case Survey() | WriteUse():
+                    case StoreForget() if done.error:
+                        log.warning("the forget number is not stored beside the slabs: %s", done.error)
+                    case Survey() | WriteUse() | StoreForget():
                         pass
         return self._take_replies()
 
@@ -460,6 +566,7 @@ class Coordinator:
         """RESERVED → WRITTEN → CHECKED, and the link is under way; or refused, with nothing left."""
         lane = self._tiers[reservation.plan.tier].lane
         self._reservations.advance(reservation, Event.NAMED)
+        reservation.named = handover.key
         try:
             slab = lane.tier.check(handover)
         except (CorruptSlab, ForeignObject, OSError) as error:
@@ -569,6 +676,7 @@ class Coordinator:
             base=meta.base_key,
             plan=Plan(key, meta.block_key, meta.text_bytes, slab.slab_bytes, state.number),
             charged_bytes=slab.slab_bytes,
+            named=meta.key,
         )
         self._reservations.open(reservation)
         self._reservations.advance(reservation, Event.NAMED)
@@ -583,6 +691,24 @@ class Coordinator:
             state.lane.submit(Link(handover))
 
     # ---- directories against the index
+
+    def _expire(self, slots: Iterable[int]) -> None:
+        """Rows that were made too long ago leave, but those that a save needs or somebody has pinned."""
+        limits = {int(state.number): state.max_age_s for state in self._tiers.values() if state.max_age_s}
+        if not limits:
+            return
+        protected = self._protected()
+        for slot in slots:
+            limit_s = limits.get(self._order.tier[slot])
+            if (
+                limit_s is not None
+                and self._now.unix_s - self._order.made_unix_s[slot] >= limit_s
+                and slot not in protected
+                and not self._order.flags[slot] & PINNED
+                and (found := self._index.at(slot)) is not None
+            ):
+                self._count("expired")
+                self._remove(found)
 
     def _disagreeing(self, state: TierState, keys: frozenset[bytes]) -> Iterator[bytes | None]:
         """Keys of files without a row and of rows without a file, and None for each that agrees."""
@@ -605,9 +731,15 @@ class Coordinator:
                 log.warning("row %s is dropped: %s", key.hex(), done.error)
                 self._count("corrupt_rows")
                 self._remove(found)
+<<<<<<< Updated upstream
             elif done.is_damaged:
                 log.warning("row %s is removed: %s", key.hex(), done.error)
                 self._release(state, key, 0)
+=======
+        elif found is None and self._forget > self._forget_at_start:
+            # It may be one that was forgotten and would not go: nothing comes back this way.
+            self._release(state, key, done.slab.slab_bytes)
+>>>>>>> Stashed changes
         elif found is None:
             self._enter(state, done.slab, done.slab.head.meta.base_key)
             found = self._index.get(key)
@@ -649,6 +781,8 @@ class Coordinator:
                 # A row that replaces its like lies under the same name.
                 self._forget_row(gone, keep_file=(gone.row.key, gone.row.tier) == (row.key, row.tier))
         self._order.enter(published.slot, entry)
+        if entry.flags & PINNED and not slab.is_pinned:
+            state.lane.submit(SetPin(row.key, True))
         state.used_bytes += row.slab_bytes
         state.rows += 1
         self._descend(published.slot, row.text_bytes, made_from)
@@ -670,8 +804,14 @@ class Coordinator:
             made_unix_s=min(meta.created_unix_s, now_s),
             used_unix_s=used_unix_s,
             uses=uses,
-            flags=row.flags,
+            flags=row.flags | self._pin_flag(slab, published.replaced),
         )
+
+    def _pin_flag(self, slab: Slab, before: Found | None) -> int:
+        """A pin is the slab's own, or that of the row whose place it takes."""
+        if slab.is_pinned:
+            return PINNED
+        return self._order.flags[before.slot] & PINNED if before is not None else 0
 
     def _descend(self, slot: int, text_bytes: int, made_from: bytes | None) -> None:
         """Note the row that it was made from."""
@@ -685,27 +825,33 @@ class Coordinator:
         return staged_bytes <= state.staging_bytes and self._make_room(state)
 
     def _make_room(self, state: TierState) -> bool:
-        """Evict from the cold end until the tier is within its budget; nothing if that cannot be."""
-        victims, short_bytes = self._victims(state)
-        if short_bytes > 0:
-            return False
-        self._evict(victims)
-        return True
+        """Evict until the tier is within its budgets; nothing if that cannot be."""
+        victims, is_enough = self._victims(state)
+        if is_enough:
+            self._evict(victims)
+        return is_enough
 
-    def _victims(self, state: TierState) -> tuple[list[Found], int]:
-        """The coldest rows that may leave, as many as are needed, and the bytes still short then."""
-        short_bytes = -self._free_bytes(state)
+    def _victims(self, state: TierState) -> tuple[list[Found], bool]:
+        """The first rows to leave that may, as many as are needed, and whether that is enough."""
+        short_bytes, short_rows = -self._free_bytes(state), self._rows_over(state)
         victims: list[Found] = []
-        if short_bytes <= 0:
-            return victims, short_bytes
+        if short_bytes <= 0 and short_rows <= 0:
+            return victims, True
         protected = self._protected()
         for slot in self._order.leaving(state.number, self._now.unix_s):
             if slot not in protected and (found := self._index.at(slot)) is not None:
                 victims.append(found)
                 short_bytes -= found.row.slab_bytes
-                if short_bytes <= 0:
-                    break
-        return victims, short_bytes
+                if short_bytes <= 0 and len(victims) >= short_rows:
+                    return victims, True
+        return victims, False
+
+    def _rows_over(self, state: TierState) -> int:
+        """How many rows a tier has too many, those that are being saved included."""
+        if state.max_rows is None:
+            return 0
+        in_flight = sum(held.plan.tier is state.number for held in self._reservations)
+        return state.rows + in_flight - state.max_rows
 
     def _evict(self, victims: list[Found]) -> None:
         for found in victims:
@@ -769,7 +915,12 @@ class Coordinator:
     def _least_used(self, slots: Sequence[int]) -> int:
         """Which of a full bucket's slots leaves: the one without use the longest, if it may."""
         protected = self._protected()
-        return min(slots, key=lambda slot: (slot in protected, self._order.used_unix_s[slot]))
+
+        def reluctance(slot: int) -> tuple[bool, bool, int]:
+            is_pinned = bool(self._order.flags[slot] & PINNED)
+            return slot in protected, is_pinned, self._order.used_unix_s[slot]
+
+        return min(slots, key=reluctance)
 
     def _remove(self, found: Found) -> None:
         self._index.remove(found.row.key)
@@ -792,11 +943,14 @@ class Coordinator:
         state.removals += 1
         state.lane.submit(Remove(key))
 
-    def _removed(self, state: TierState) -> None:
-        """The oldest removal has ended; grants that waited for it are answered."""
-        _key, slab_bytes = state.leaving.popleft()
+    def _removed(self, state: TierState, done: Done) -> None:
+        """The oldest removal has ended; who waited for it is answered."""
+        key, slab_bytes = state.leaving.popleft()
         state.leaving_bytes -= slab_bytes
         state.removals_ended += 1
+        for forgetting in self._forgetting:
+            forgetting.failed += bool(done.error) and key in forgetting.keys
+        self._answer_forgetting()
         while state.deferred and state.deferred[0][0] <= state.removals_ended:
             self._reply_if_parked(state.deferred.pop(0)[1])
 
@@ -816,7 +970,7 @@ class Coordinator:
             reply = Reply(request.client, request.mailbox, request.request, body)
             state.deferred.append((state.removals, reply))
 
-    def _wait_for(self, request: Await | Written, what: bytes | int) -> None:
+    def _wait_for(self, request: Await | Written | Pin, what: bytes | int) -> None:
         """Park a request until a key or a token has its outcome."""
         if request.mailbox != NO_MAILBOX:
             place = (request.client, request.mailbox)
@@ -826,8 +980,8 @@ class Coordinator:
             waiting.append((place, request.request))
             self._parked[place] = request.request
 
-    def _wake(self, what: bytes | int, outcome: Outcome) -> None:
-        """Answer all who wait for a key or a token."""
+    def _wake(self, what: bytes | int, outcome: Outcome | Pinned) -> None:
+        """Answer all who wait for a key, a token or a pin."""
         for (client, mailbox), request in self._waiters.pop(what, []):
             self._reply_if_parked(Reply(client, mailbox, request, outcome))
 
@@ -844,3 +998,8 @@ class Coordinator:
 
     def _count(self, name: str, by: int = 1) -> None:
         self._counts[name] = self._counts.get(name, 0) + by
+
+
+def _pin_of(key: bytes) -> bytes:
+    """What those wait for who pin a row; no key is as long."""
+    return b"pin " + key

@@ -203,6 +203,10 @@ class Residents(UseOrder):
                 self._by_tenant.warm(warm, self._tenant[warm])
         return warmed
 
+    def pin(self, slot: int, *, pinned: bool) -> None:
+        """Never name the row, or name it again."""
+        self.flags[slot] = self.flags[slot] | PINNED if pinned else self.flags[slot] & ~PINNED
+
     def descend(self, slot: int, above: int) -> None:
         """The row was made from the one in `above`, which is shorter; plain waypoints on the way cool."""
         self.base[slot], self.base_mark[slot] = above, self.mark[above]

@@ -126,6 +126,8 @@ STAT_NAMES = (
         for what in ("rows", "bytes", "charged", "budget")
     ),
     "evictions",
+    "expired",
+    "forgotten",
     *(f"saves_{reason}" for reason in ("unknown", "cold", "continued", "evict", "shutdown", "finish")),
     *(f"dropped_{why}" for why in ("no_space", "too_large", "forgotten", "refused", "tier_down")),
     *(f"saves_{state}" for state in ("reserved", "published", "abandoned", "in_flight")),

@@ -7,6 +7,8 @@
     Await     tell me when this save has ended    Outcome    at once, or when it ends
     Cancel    a reservation is not used           -
     Drop      a published row did not verify      -
+    Evict     forget these rows for good          Evicted    when their files are gone
+    Pin       never evict this row, or again      Pinned     when its file says so
                                                   Stale      the message was of another epoch
 
 Every request carries the epoch that its sender saw, the sender's random id, a mailbox (NO_MAILBOX
@@ -120,6 +122,22 @@ class Drop(Request, frozen=True, tag="drop"):
     why: str
 
 
+MAX_EVICTED = 200
+
+
+class Evict(Request, frozen=True, tag="evict"):
+    """Forget these rows in every tier, and let no sequence that began before now save anything any more."""
+
+    keys: Annotated[list[Key], msgspec.Meta(max_length=MAX_EVICTED)]
+
+
+class Pin(Request, frozen=True, tag="pin"):
+    """Keep a row until it is unpinned: no budget and no age evicts it, over restarts too."""
+
+    key: Key
+    pinned: bool
+
+
 MAX_KEYS = 256
 VALUE_LIMIT_BYTES = (1 << 20) + 1
 
@@ -198,7 +216,7 @@ class Prune(Request, frozen=True, tag="prune"):
 
 
 DecisionRequest = Claim | AwaitClaims | Add | Release | Renew | Delete | Clear | Prune
-AnyRequest = Reserve | Extend | Written | Await | Cancel | Drop | DecisionRequest
+AnyRequest = Reserve | Extend | Written | Await | Cancel | Drop | Evict | Pin | DecisionRequest
 
 VerdictKind = Literal["granted", "present", "held", "no_space", "too_large", "forgotten", "tier_down"]
 
@@ -256,7 +274,21 @@ class Deleted(msgspec.Struct, frozen=True, array_like=True, tag="deleted"):
     count: int
 
 
-AnyReply = Reserved | Outcome | Stale | Claimed | Free | Added | Deleted
+class Evicted(msgspec.Struct, frozen=True, array_like=True, tag="evicted"):
+    """How many rows there were, and of how many the file could not be removed."""
+
+    rows: int
+    failed: int
+
+
+class Pinned(msgspec.Struct, frozen=True, array_like=True, tag="pinned"):
+    """Whether it was done, or why not."""
+
+    done: bool
+    why: str = ""
+
+
+AnyReply = Reserved | Outcome | Stale | Evicted | Pinned | Claimed | Free | Added | Deleted
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)

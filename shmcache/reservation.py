@@ -83,6 +83,7 @@ class Reservation(msgspec.Struct):
     """One save. charged_bytes starts at the plan's and grows by Extend.
 
     asked is the request id of the Reserve that was granted, so that it can be taken back unseen.
+    named is the key of the slab that it has become, known when that has its name.
     """
 
     token: int
@@ -93,6 +94,7 @@ class Reservation(msgspec.Struct):
     plan: Plan
     charged_bytes: int
     state: State = State.RESERVED
+    named: bytes | None = None
 
 
 class ReservationStatistics(msgspec.Struct, frozen=True):

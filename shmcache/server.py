@@ -64,7 +64,7 @@ from shmcache.page import ClientPage, Word, remove_if_dead
 from shmcache.protocol import AnyRequest, Cancel, DecisionRequest, Tier
 from shmcache.shm import SHM_ROOT, Names
 from shmcache.tiers import base
-from shmcache.tiers.disk import DiskTier, announce_directory, lock_directory
+from shmcache.tiers.disk import DiskTier, announce_directory, lock_directory, stored_forget
 from shmcache.tiers.memory import MemoryTier
 from shmcache.tiers.supervisor import Lane
 
@@ -195,7 +195,13 @@ class Server:
             self._wake_fd = stack.enter_context(_event())
             budgets = _budgets(settings, names, sum(self._clients.unnamed_bytes().values()))
             tiers = [
-                TierState(self._lane(stack, tier, epoch), budget_bytes, staging_bytes)
+                TierState(
+                    self._lane(stack, tier, epoch),
+                    budget_bytes,
+                    staging_bytes,
+                    max_rows=settings.rows_by_tier().get(tier.name.lower()),
+                    max_age_s=settings.max_age_s_by_tier().get(tier.name.lower()),
+                )
                 for tier, (budget_bytes, staging_bytes) in budgets.items()
             ]
             self._make_place(_fixed_bytes(settings))
@@ -211,6 +217,7 @@ class Server:
                 self._control.forget,
                 self._clients.unnamed_bytes,
                 rules=Rules(eviction=settings.eviction),
+                store_forget=self._control.store_forget,
             )
             decisions = stack.enter_context(_segment(names.decisions_segment(epoch), table_bytes(settings)))
             self._decisions = stack.enter_context(
@@ -229,6 +236,8 @@ class Server:
             directory = Path(settings.disk_dir or "")
             stack.callback(os.close, lock_directory(names, directory))
             open_tier = partial(DiskTier, names, directory, settings.disk_write_bytes_per_s)
+            # A reboot has taken the control page, and not the slabs.
+            self._control.store_forget(stored_forget(names, directory))
         else:
             open_tier = partial(MemoryTier, number, path)
         if number is Tier.RAM:
@@ -564,6 +573,16 @@ def arguments() -> argparse.ArgumentParser:
         "--disk-write-bytes-per-s", metavar="SIZE", help="bound of the copies to disk; default: none"
     )
     parser.add_argument("--max-rows", type=int, metavar="N", help="capacity of the index; default: 65536")
+    parser.add_argument(
+        "--tier-rows",
+        metavar="N",
+        help="most rows of each tier, or as ram_file=500,disk=20000; default: no limit",
+    )
+    parser.add_argument(
+        "--max-age",
+        metavar="AGE",
+        help="rows leave so long after they were made, as 12h or ram_file=12h,disk=7d; default: never",
+    )
     parser.add_argument(
         "--eviction",
         choices=get_args(config.Eviction),

@@ -400,6 +400,17 @@ class Namespace:
         self.kill()
         return self.start(*flags)
 
+    def reboot(self) -> None:
+        """kill -9, and nothing of the namespace is left in memory."""
+        self.kill()
+        for path in reversed(self.objects()):
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+        mq.unlink(self.names)
+
     def cache(self, **options: Any) -> Cache:
         """A cache of this process, closed at the end."""
         cache = attach(self.name, **options)
@@ -434,16 +445,9 @@ class Namespace:
             child.close()
         for cache in self._caches:
             cache.close()
-        self.kill()
+        self.reboot()
         if isinstance(self.coordinator, Child):
             self.coordinator.close()
-        for path in reversed(self.objects()):
-            with contextlib.suppress(FileNotFoundError):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-        mq.unlink(self.names)
         db.remove(db.default_path(self.name))
         self._log.close()
 

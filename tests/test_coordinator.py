@@ -18,7 +18,7 @@ from support import PAYLOAD_OFFSET, Namespace, identity, prompt, slab_file
 
 from shmcache import index, shm
 from shmcache.connection import Head
-from shmcache.coordinator import Coordinator, Now, Reply, TierState
+from shmcache.coordinator import Coordinator, Now, Reply, Rules, TierState
 from shmcache.index import IndexWriter
 from shmcache.key import PrefixWalk, row_address
 from shmcache.kvc import HEAD_DETAIL
@@ -94,8 +94,20 @@ class SteppedLane(Lane):
 class Desk:
     """A coordinator and what surrounds it: messages in, replies out, files where workers put them."""
 
-    def __init__(self, space: Namespace, *, slabs: float = 100, max_rows: int = 1000) -> None:
+    def __init__(
+        self,
+        space: Namespace,
+        *,
+        slabs: float = 100,
+        max_rows: int = 1000,
+        rules: Rules | None = None,
+        **limits: int | None,
+    ) -> None:
+        """`limits` are further fields of TierState."""
         self.names = space.names
+        self.rules = rules or Rules()
+        self.limits = limits
+        self.shown_forget: list[int] = []
         shm.make_directory(self.names.directory)
         self.budget_bytes = int(slabs * SLAB)
         self.max_rows = max_rows
@@ -109,9 +121,17 @@ class Desk:
         self._map = mmap.mmap(-1, index.segment_bytes(self.max_rows))
         self.index = IndexWriter.create(memoryview(self._map), self.max_rows, epoch)
         self.lane = SteppedLane(MemoryTier(Tier.RAM_FILE, self.names.tier("ram_file", epoch)))
-        self.state = TierState(self.lane, self.budget_bytes)
+        self.state = TierState(self.lane, self.budget_bytes, **self.limits)  # type: ignore[arg-type]
         self.epoch = epoch
-        self.coordinator = Coordinator(self.index, [self.state], epoch, forget, lambda: self.unnamed)
+        self.coordinator = Coordinator(
+            self.index,
+            [self.state],
+            epoch,
+            forget,
+            lambda: self.unnamed,
+            rules=self.rules,
+            store_forget=self.shown_forget.append,
+        )
         return self.coordinator.adopt(now)
 
     def restart(self, *, forget: int = 0, epoch: int = EPOCH, now: Now = NOW) -> int:

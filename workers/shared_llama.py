@@ -82,13 +82,15 @@ _CHAT = inspect.signature(llama_cpp.Llama.create_chat_completion)
 class Prompt(msgspec.Struct, frozen=True):
     """A prompt as text, the keys of its prefixes (None without a cache), and its anchors.
 
-    head is the anchor of the system and tool part, 0 where it has none.
+    head is the anchor of the system and tool part, 0 where it has none. forget is the forget number before
+    any row was looked at: what begins with a row that is forgotten meanwhile began before that.
     """
 
     text: Text
     walk: PrefixWalk | None
     anchors: tuple[int, ...]
     head: int
+    forget: int
 
 
 class LiveRow(msgspec.Struct, frozen=True):
@@ -418,7 +420,8 @@ class SharedLlama(llama_cpp.Llama):
         head = None
         if request.chat is not None and request.chat.fixed_chat is not None:
             head = request.chat.fixed_chat.head_tokens(tokens, self._renderer.plain)
-        return Prompt(text, walk, policy.anchors(len(tokens), head, self._gates), policy.head_anchor(head))
+        anchors = policy.anchors(len(tokens), head, self._gates)
+        return Prompt(text, walk, anchors, policy.head_anchor(head), self._edge.forget)
 
     def _look_up(self, request: Request, prompt: Prompt) -> Joined:
         """Fill the cells with the longest known beginning of the prompt."""
@@ -437,7 +440,7 @@ class SharedLlama(llama_cpp.Llama):
     def _live_row(self, request: Request, prompt: Prompt) -> LiveRow | None:
         """The longest beginning of the live trail that the prompt can go on from."""
         trail = self._cells.trail
-        if trail is None or self._state.pos_max() != len(trail) - 1:
+        if trail is None or self._state.pos_max() != len(trail) - 1 or trail.forget < prompt.forget:
             return None
         shared_bytes = common_bytes(trail.text, prompt.text.text)
         for mark in sorted({*trail.marks, len(trail)} - {0}, reverse=True):
@@ -515,7 +518,7 @@ class SharedLlama(llama_cpp.Llama):
     def _restore(self, hit: Hit, joined: Joined, prompt: Prompt) -> str | None:
         """Fill the cells with a row and cut it; why not, where that fails."""
         try:
-            trail = self._cells.restore(hit.image, self._edge.forget)
+            trail = self._cells.restore(hit.image, prompt.forget)
         except RestoreRefused as refused:
             return str(refused)
         if trail.text != prompt.text.text[: len(trail.text)]:

@@ -9,7 +9,8 @@ Invariants
     I1  What has a name is complete; whoever linked it may be dead.
     I2  A tier reads at most the first 4 KiB of a slab.
     I3  A name that is not of these forms belongs to somebody else and is left alone.
-    I4  A tier never decides: it yields, checks, links and unlinks; the coordinator decides.
+    I4  A pin is the sticky bit of the slab's mode: it goes where the file goes, over restarts and reboots.
+    I5  A tier never decides: it yields, checks, links and unlinks; the coordinator decides.
 Leans on
     link(2) fails with EEXIST instead of replacing; rename(2) replaces in one step.
     An unlinked file's bytes stay valid for whoever has it open or mapped.
@@ -57,10 +58,11 @@ class HandOver(msgspec.Struct, frozen=True):
 
 
 class Slab(msgspec.Struct, frozen=True):
-    """A slab that validates: its metadata and its size in bytes."""
+    """A slab that validates: its metadata, its size in bytes, and whether it is pinned."""
 
     head: kvc.Head
     slab_bytes: int
+    is_pinned: bool = False
 
 
 class Broken(msgspec.Struct, frozen=True):
@@ -173,6 +175,19 @@ class Tier(ABC):
         finally:
             os.close(fd)
 
+    def set_pin(self, key: bytes, pinned: bool) -> None:
+        """Pin a row's slab, or not any more (I4). Raises OSError, ForeignObject."""
+        fd = shm.open_owned(file_name(key), os.O_RDONLY, dir_fd=self.directory_fd(key))
+        try:
+            os.fchmod(fd, 0o600 | (stat.S_ISVTX if pinned else 0))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    @abstractmethod
+    def store_forget(self, number: int) -> None:
+        """Keep the forget number for as long as the slabs live."""
+
     def close(self) -> None:
         """End the view; everything stays."""
         os.close(self.in_fd)
@@ -187,13 +202,13 @@ def read_slab(directory_fd: int, name: str, key: bytes) -> Slab:
     """Judge a slab by its first 4 KiB. Raises CorruptSlab, ForeignObject, FileNotFoundError."""
     fd = shm.open_owned(name, os.O_RDONLY, dir_fd=directory_fd)
     try:
-        slab_bytes = os.fstat(fd).st_size
-        head = kvc.parse_head(os.pread(fd, kvc.SCAN_BYTES, 0), slab_bytes)
+        found = os.fstat(fd)
+        head = kvc.parse_head(os.pread(fd, kvc.SCAN_BYTES, 0), found.st_size)
     finally:
         os.close(fd)
     if head.meta.key != key:
         raise CorruptSlab(f"{name} holds the row of another key, {head.meta.key.hex()}")
-    return Slab(head, slab_bytes)
+    return Slab(head, found.st_size, bool(found.st_mode & stat.S_ISVTX))
 
 
 def _is_ours(directory_fd: int, name: str) -> bool:

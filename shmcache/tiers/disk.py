@@ -1,6 +1,7 @@
 """disk: slabs as files in a directory of the user's. They live until they are deleted.
 
     DIR/<namespace>/.lock              held while a coordinator uses the directory
+    DIR/<namespace>/.forget            the forget number, in hex; outlives the control page
     DIR/<namespace>/<2 hex>/<key>.kvc  256 directories, so that none grows too long
 
 Taking a slab, in this order; a crash between any two steps leaves no name on the disk:
@@ -21,7 +22,9 @@ Leaves out: budgets, and what deserves a place on the disk (coordinator).
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,8 +35,11 @@ from shmcache.protocol import Tier as TierNumber
 from shmcache.shm import Names
 from shmcache.tiers.base import HandOver, Slab, Tier, file_name
 
+log = logging.getLogger(__name__)
+
 _CHUNK_BYTES = 4 << 20
 _LOCK = ".lock"
+_FORGET = ".forget"
 
 
 class DiskTier(Tier):
@@ -100,6 +106,19 @@ class DiskTier(Tier):
         removed = super().remove(key)
         os.fsync(self.directory_fd(key))
         return removed
+
+    def store_forget(self, number: int) -> None:
+        """Replace the number in one step, and synchronise."""
+        fd = shm.make_unnamed(self._root_fd)
+        try:
+            shm.write_all(fd, f"{number:x}".encode(), 0)
+            os.fsync(fd)
+            shm.unlink_quietly(f"{_FORGET}.new", dir_fd=self._root_fd)
+            shm.give_name(fd, self._root_fd, f"{_FORGET}.new")
+        finally:
+            os.close(fd)
+        os.rename(f"{_FORGET}.new", _FORGET, src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
+        os.fsync(self._root_fd)
 
     def close(self) -> None:
         """End the view."""
@@ -184,3 +203,23 @@ def lock_directory(names: Names, directory: Path) -> int:
         return fd
     os.close(fd)
     raise ConfigError(f"disk directory {path} is used by another coordinator: start with another --disk-dir")
+
+
+def stored_forget(names: Names, directory: Path) -> int:
+    """The forget number that lies beside the slabs; 0 where none does, or something else."""
+    path = directory / names.namespace / _FORGET
+    try:
+        fd = shm.open_owned(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return 0
+    except (ForeignObject, OSError) as error:
+        log.warning("no forget number is read: %s", error)
+        return 0
+    try:
+        content = os.read(fd, 64)
+    finally:
+        os.close(fd)
+    if re.fullmatch(rb"[0-9a-f]{1,15}", content) is None:
+        log.warning("%s holds no forget number", path)
+        return 0
+    return int(content, 16)

@@ -45,6 +45,9 @@ class MemoryTier(Tier):
         self.refuse(handover)
         return self.read(handover.key)
 
+    def store_forget(self, number: int) -> None:
+        """The control page lives as long as the slabs here, and has it."""
+
     def close(self) -> None:
         """End the view."""
         os.close(self._directory_fd)

@@ -73,7 +73,20 @@ class Look(msgspec.Struct, frozen=True):
     key: bytes
 
 
-Job = Link | Remove | WriteUse | Survey | Look
+class SetPin(msgspec.Struct, frozen=True):
+    """Pin a row's slab, or not any more."""
+
+    key: bytes
+    pinned: bool
+
+
+class StoreForget(msgspec.Struct, frozen=True):
+    """Keep the forget number where the slabs are."""
+
+    number: int
+
+
+Job = Link | Remove | WriteUse | Survey | Look | SetPin | StoreForget
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -216,6 +229,10 @@ def _run_job(tier: Tier, job: Job) -> Done:
                 tier.remove(job.key)
             case WriteUse():
                 tier.write_use(job.key, job.hit_count, job.last_used_unix_s)
+            case SetPin():
+                tier.set_pin(job.key, job.pinned)
+            case StoreForget():
+                tier.store_forget(job.number)
             case Survey():
                 return Done(job, keys=frozenset(tier.keys()))
             case Look():
