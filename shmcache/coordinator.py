@@ -731,15 +731,12 @@ class Coordinator:
                 log.warning("row %s is dropped: %s", key.hex(), done.error)
                 self._count("corrupt_rows")
                 self._remove(found)
-<<<<<<< Updated upstream
             elif done.is_damaged:
                 log.warning("row %s is removed: %s", key.hex(), done.error)
                 self._release(state, key, 0)
-=======
         elif found is None and self._forget > self._forget_at_start:
             # It may be one that was forgotten and would not go: nothing comes back this way.
             self._release(state, key, done.slab.slab_bytes)
->>>>>>> Stashed changes
         elif found is None:
             self._enter(state, done.slab, done.slab.head.meta.base_key)
             found = self._index.get(key)
