@@ -88,6 +88,28 @@ def test_a_prompt_that_was_seen_before_is_cached_whichever_worker_answers(server
         assert again.choices[0].message.content == first.choices[0].message.content
 
 
+def test_a_next_turn_may_say_which_reply_it_goes_on_from(server: Served) -> None:
+    client = server.client()
+    messages = chat("parent")
+    for _ in range(3):
+        asked: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": 6, "logit_bias": NO_END}
+        first = client.chat.completions.create(**asked, **SAME)
+        report: Any = first.model_extra
+        messages = [
+            *messages,
+            {"role": "assistant", "content": first.choices[0].message.content},
+            {"role": "user", "content": "and then?"},
+        ]
+        hints = {"shmcache": {"parent_key": report["shmcache"]["finish_key"], "wait_ms": 2000}}
+        following = client.chat.completions.create(
+            **{**asked, "messages": messages}, **SAME, extra_body=hints
+        )
+        assert following.usage is not None
+        assert following.usage.prompt_tokens_details is not None
+        assert first.usage is not None
+        assert (following.usage.prompt_tokens_details.cached_tokens or 0) >= first.usage.prompt_tokens
+
+
 def test_a_lookup_says_what_a_request_will_find(server: Served) -> None:
     body: dict[str, Any] = {"model": MODEL, "messages": chat("lookup")}
     asked = httpx.post(f"{server.url}/v1/cache/lookup", json=body).json()
@@ -193,6 +215,7 @@ def test_an_answer_keeps_to_its_schema(server: Served, asked: Any) -> None:
         ({"tool_choice": "required"}, "exactly one tool"),
         ({"extra_body": {"grammar": "root ::= ((("}}, "grammar cannot be parsed"),
         ({"tools": [{"type": "function", "function": {}}]}, "name"),
+        ({"extra_body": {"shmcache": {"parent_key": "no key"}}}, "parent_key"),
     ],
 )
 def test_a_wrong_request_is_refused_with_its_reason(

@@ -31,6 +31,7 @@ from shmcache.workers.serve.wire import (
     Done,
     Failed,
     FirstToken,
+    Hints,
     Job,
     Reply,
     Usage,
@@ -156,7 +157,15 @@ def _take_and_die(line: Line) -> None:
 # ---- desk and engine, the engine played by the test
 
 
-JOB = Job(kind="completion", model="m", tenant=None, arguments={"prompt": "x"}, stream=True, usage=False)
+JOB = Job(
+    kind="completion",
+    model="m",
+    tenant=None,
+    arguments={"prompt": "x"},
+    stream=True,
+    usage=False,
+    hints=Hints(),
+)
 
 
 class Bench:

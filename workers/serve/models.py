@@ -237,7 +237,8 @@ class Models:
     def answer(self, job: Job, hang_up: HangUp, send: Callable[[Reply], None]) -> Done | Failed:
         """Answer a request; what comes before its last word goes to `send`."""
         llama = self._models[job.model]
-        with llama.request(job.tenant, lambda: send(FirstToken())):
+        hints = llama.asking(parent_key=job.hints.parent_key, wait_ms=job.hints.wait_ms)
+        with hints, llama.request(job.tenant, lambda: send(FirstToken())):
             return answers.answer(llama, job, send)
 
     def reusable_tokens(self, job: Job) -> tuple[int, int]:

@@ -7,6 +7,7 @@
     content in parts, all of text          one string; none at all is the empty string
     n, best_of > 1                         refused: a context has one sequence
     top_k, min_p, grammar, mirostat_* …    the same; OpenAI's clients send them as extra_body
+    shmcache: parent_key, wait_ms          hints of SharedLlama.asking, as extra_body too
 
 What llama_cpp does not know and what cannot change a reply (user, store, metadata …) is passed over.
 
@@ -26,7 +27,7 @@ import msgspec
 from msgspec import Meta
 
 from shmcache.errors import ShmcacheError
-from shmcache.workers.serve.wire import Job, Kind
+from shmcache.workers.serve.wire import Hints, Job, Kind
 
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -72,6 +73,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     stop: NonEmpty | list[NonEmpty] | None = None
     logit_bias: dict[str, float] | None = None
     grammar: NonEmpty | None = None
+    shmcache: Hints = Hints()
 
 
 class Completion(Sampling, frozen=True, kw_only=True):
@@ -142,7 +144,7 @@ _decode = {"completion": msgspec.json.Decoder(Completion).decode, "chat": msgspe
 _decode_any = msgspec.json.Decoder(dict[str, Any]).decode
 
 # What is no argument of llama_cpp, or is given to it in another form.
-_OWN = frozenset(("model", "stream", "stream_options", "n", "best_of", "max_completion_tokens"))
+_OWN = frozenset(("model", "stream", "stream_options", "n", "best_of", "max_completion_tokens", "shmcache"))
 
 
 def read_job(kind: Kind, body: bytes, tenant: str | None, default_model: str) -> Job:
@@ -171,6 +173,7 @@ def read_job(kind: Kind, body: bytes, tenant: str | None, default_model: str) ->
         arguments=arguments,
         stream=bool(request.stream),
         usage=bool(request.stream_options and request.stream_options.include_usage),
+        hints=request.shmcache,
     )
 
 

@@ -13,11 +13,23 @@ Leaves out: when what is sent (desk, engine).
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 Kind = Literal["completion", "chat"]
+
+
+class Hints(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client may say about a prompt: the reply that it goes on from, and how long it may wait for it.
+
+    parent_key  finish_key of that reply, in hex. A hint and no capability: a row must be the prompt's own.
+    wait_ms     most that the request waits for other workers' saves.
+    """
+
+    parent_key: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    wait_ms: Annotated[int, Meta(ge=0)] | None = None
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +39,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     tenant     whose rows may be used and made; from the key that the client showed, from nothing else.
     arguments  of Llama.create_completion or create_chat_completion.
     usage      whether a stream ends with a chunk that counts tokens.
+    hints      of SharedLlama.asking.
     """
 
     kind: Kind
@@ -35,6 +48,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     arguments: dict[str, Any]
     stream: bool
     usage: bool
+    hints: Hints
 
 
 class Usage(msgspec.Struct, frozen=True):
