@@ -276,8 +276,9 @@ class Connection:
         """
         deadline_ns = time.monotonic_ns() + timeout_ns
         self.send_again()
+        mailboxes = self._mailboxes  # to which it goes back, also where all starts over meanwhile
         try:
-            mailbox = self._mailboxes.pop()
+            mailbox = mailboxes.pop()
         except IndexError:
             self.count("save_dropped_queue_full")
             return None
@@ -289,7 +290,7 @@ class Connection:
             self.fault("ask", error)
             return None
         finally:
-            self._mailboxes.append(mailbox)
+            mailboxes.append(mailbox)
         return None if isinstance(reply, Stale) else reply
 
     def tell(self, make: Callable[[Head], AnyRequest], timeout_ns: int = 0) -> bool:
@@ -381,7 +382,7 @@ class Connection:
                 return
             self._look_again_ns = now_ns + _LOOK_AGAIN_NS
             if not control.is_current(self.names):
-                counts = self._counts
+                counts = list(self.counters().values())
                 self.close()
                 self._counts = counts
 
