@@ -111,7 +111,7 @@ class Connection:
         self._view: _View | None = None
         self._page: WorkerPage | None = None
         self._queue: RequestQueue | None = None
-        self._look_again_ns = 0
+        self._look_again_ns = self._cleaned_look_ns = 0
         self._counts = [0] * len(COUNTERS)
         self._unnamed_bytes = 0
         self._faults_logged: set[tuple[str, type]] = set()
@@ -378,9 +378,10 @@ class Connection:
         """Start over where the control page is not the namespace's any more (tools.clean); once a second."""
         with self._lock:
             now_ns, control = time.monotonic_ns(), self._control
-            if control is None or now_ns < self._look_again_ns or control.coordinator_lives():
+            if control is None or now_ns < self._cleaned_look_ns or control.coordinator_lives():
                 return
-            self._look_again_ns = now_ns + _LOOK_AGAIN_NS
+            # Not the time of the look for an epoch: the next coordinator's is seen at the next call.
+            self._cleaned_look_ns = now_ns + _LOOK_AGAIN_NS
             if not control.is_current(self.names):
                 counts = list(self.counters().values())
                 self.close()

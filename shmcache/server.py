@@ -300,11 +300,14 @@ class Server:
         poll.register(self._wake_fd, select.POLLIN)
         next_tick = next_sweep = next_store = time.monotonic()
         while True:
-            ready = poll.poll(max(0, int((next_tick - time.monotonic()) * 1000)))
-            if any(fd == stop for fd, _event in ready):
+            timeout_ms = max(0, int((next_tick - time.monotonic()) * 1000))
+            ready = {fd for fd, _event in poll.poll(timeout_ms)}
+            if stop in ready:
                 return
-            self._receive()
-            self._take_outcomes()
+            if self._queue.fileno() in ready:
+                self._receive()
+            if self._wake_fd in ready:
+                self._take_outcomes()
             now_s = time.monotonic()
             if now_s >= next_tick:
                 self._tick()
