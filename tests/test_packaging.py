@@ -28,6 +28,11 @@ RUN_BY_NAME = {
     "pytest_timeout": ("pyproject.toml", "\ntimeout = "),
     "ruff": ("Makefile", "$(BIN)/ruff check"),
     "setuptools": ("tests/test_packaging.py", '"--no-isolation"'),
+    # llama-cpp-python's own server, which the README's recipe starts: its extra would compile llama.cpp anew.
+    **dict.fromkeys(
+        ("fastapi", "pydantic_settings", "PyYAML", "sse_starlette", "starlette_context"),
+        ("README.md", "from llama_cpp.server"),
+    ),
 }
 
 
