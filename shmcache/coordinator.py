@@ -246,6 +246,8 @@ class Coordinator:
             if plan.key is not None and self._is_there(plan.key, plan.tier):
                 verdict = Verdict("present")
             elif held is not None and held.client == request.client and held.state is State.RESERVED:
+                # Its answer is this one's from now on: a late cancel of the first question ends nothing.
+                held.asked = request.request
                 verdict = Verdict("granted", held.token)
             elif held is not None or first_is_held:
                 verdict = Verdict("held")

@@ -33,6 +33,7 @@ class Reservation(NamedTuple):
     client: int
     key: str  # "" where another holds the key of an adopted slab
     state: SaveState
+    asked: int = 0  # number of the reserve that it answers
 
 
 class Message(NamedTuple):
@@ -40,6 +41,7 @@ class Message(NamedTuple):
     client: int
     epoch: int
     token: int = 0
+    asked: int = 0
 
 
 class File(NamedTuple):
@@ -62,6 +64,8 @@ class Worker(NamedTuple):
              or, from granted to made: → lets go → unstated again → done
     stated   what its page says that it holds without a name
     unnamed  what it holds
+    asked    reserves sent so far
+    owes     a reserve that came to nothing in time, whose cancel is not sent yet
     """
 
     phase: str = "idle"
@@ -70,6 +74,8 @@ class Worker(NamedTuple):
     stated: int = 0
     unnamed: int = 0
     lives: bool = True
+    asked: int = 0
+    owes: int = 0
 
 
 class Coordinator(NamedTuple):
@@ -84,7 +90,7 @@ class Coordinator(NamedTuple):
     known: tuple[int, ...] = ()  # clients whose pages it has
     held_before: tuple[int, ...] = ()  # by client, what it held when this coordinator came
     leaving: int = 0
-    deferred: tuple[tuple[int, int], ...] = ()  # removals that have to end first, client
+    deferred: tuple[tuple[int, Message], ...] = ()  # removals that have to end first, the reserve
     parked: tuple[int, ...] = ()  # clients that wait for the outcome of their token
 
 
@@ -110,7 +116,7 @@ class ReservationModel:
         budget: units of the tier.
         rows: what lies in the tier at the beginning.
         deaths, kills, stucks, lates: how often a worker dies, the coordinator is killed, a worker is taken
-            for stuck, an answer comes too late.
+            for stuck, an answer comes too late: then the worker asks again, and its cancel may be late too.
         lets_go: whether a worker may let go of a slab that it was granted.
         faults: planted mistakes, by name.
     """
@@ -162,7 +168,7 @@ class ReservationModel:
 
     def stuck(self, state: State) -> str:
         for client, worker in enumerate(state.workers):
-            if worker.lives and worker.phase != "done":
+            if worker.lives and (worker.phase != "done" or worker.owes):
                 return f"B4: worker {client} waits for ever ({worker.phase})"
         coordinator = state.coordinator
         left = (coordinator.reservations, state.handed, coordinator.jobs, coordinator.done, state.queue)
@@ -179,7 +185,11 @@ class ReservationModel:
     # ---- a worker
 
     def _worker_steps(self, state: State, client: int, worker: Worker) -> Iterator[tuple[str, State]]:
-        if not worker.lives or worker.phase == "done":
+        if not worker.lives:
+            return
+        if worker.owes and len(state.queue) < len(self.wants):
+            yield self._cancels_late(state, client, worker)
+        if worker.phase == "done":
             return
         if state.deaths:
             dead = Worker(lives=False, stated=worker.stated)
@@ -241,8 +251,9 @@ class ReservationModel:
             # Nothing is sent to a coordinator that is down.
             yield "nobody to ask", _worker(state, client, worker._replace(phase="done"))
         elif len(state.queue) < len(self.wants):
-            message = Message(what, client, state.coordinator.epoch, worker.token)
-            sent = worker._replace(phase=after, epoch=state.coordinator.epoch)
+            asked = worker.asked + (what == "reserve")
+            message = Message(what, client, state.coordinator.epoch, worker.token, asked)
+            sent = worker._replace(phase=after, epoch=state.coordinator.epoch, asked=asked)
             yield f"sends {what}", _worker(state, client, sent)._replace(queue=(*state.queue, message))
 
     def _waits(self, state: State, client: int, worker: Worker) -> Iterator[tuple[str, State]]:
@@ -254,9 +265,16 @@ class ReservationModel:
             again = "idle" if worker.phase == "asked" else "unstated"
             yield "sees another epoch", _worker(state, client, worker._replace(phase=again))
         if state.lates and worker.phase == "asked":
-            cancel = Message("cancel", client, worker.epoch)
-            late = _worker(state, client, worker._replace(phase="done"))
-            yield "is late and cancels", late._replace(queue=(*state.queue, cancel), lates=state.lates - 1)
+            late = worker._replace(phase="idle", owes=worker.asked)
+            yield "is late", _worker(state, client, late)._replace(lates=state.lates - 1)
+
+    def _cancels_late(self, state: State, client: int, worker: Worker) -> tuple[str, State]:
+        """The queue may have been full: the cancel comes at any time, behind the next reserve too."""
+        if state.coordinator.phase == "dead":
+            return "owes nobody", _worker(state, client, worker._replace(owes=0))
+        cancel = Message("cancel", client, state.coordinator.epoch, asked=worker.owes)
+        after = _worker(state, client, worker._replace(owes=0))
+        return "sends a late cancel", after._replace(queue=(*state.queue, cancel))
 
     # ---- the coordinator
 
@@ -323,14 +341,15 @@ class ReservationModel:
         elif message.epoch != state.coordinator.epoch:
             yield state  # stale: its sender sees the epoch and asks again
         elif message.what == "reserve":
-            yield from self._reserve(state, message.client)
+            yield from self._reserve(state, message)
         elif message.what == "written":
             yield self._written(state, message)
         else:
             yield self._cancel(state, message)
 
-    def _reserve(self, state: State, client: int) -> Iterator[State]:
+    def _reserve(self, state: State, message: Message) -> Iterator[State]:
         state = self._note_held(state)
+        client = message.client
         coordinator, key = state.coordinator, self.wants[client]
         held = next(
             (one for one in coordinator.reservations if one.key == key and one.state in _HOLDS_KEY), None
@@ -338,27 +357,30 @@ class ReservationModel:
         if key in coordinator.rows or held is not None:
             is_its_own = held is not None and held.client == client and held.state is SaveState.RESERVED
             if is_its_own and held is not None:
-                yield self._granted(state, client, held.token)
+                if "a second reserve answers to the first" not in self._faults:
+                    state = _asked(state, held.token, message.asked)
+                yield self._granted(state, message, held.token)
             else:
-                yield _answered(state, client, "done")
+                yield _answered(state, message, "done")
             return
         token = state.tokens + 1
-        opened = _open(state._replace(tokens=token), Reservation(token, client, key, SaveState.RESERVED))
+        reservation = Reservation(token, client, key, SaveState.RESERVED, message.asked)
+        opened = _open(state._replace(tokens=token), reservation)
         roomy = list(self._with_room(opened))
         for after in roomy:
-            yield self._granted(after, client, token)
+            yield self._granted(after, message, token)
         if not roomy:
-            yield _answered(self._advance(opened, token, Event.LET_GO), client, "done")
+            yield _answered(self._advance(opened, token, Event.LET_GO), message, "done")
 
-    def _granted(self, state: State, client: int, token: int) -> State:
+    def _granted(self, state: State, message: Message, token: int) -> State:
         """The answer waits until all that leaves is gone."""
-        coordinator = state.coordinator
+        coordinator, client = state.coordinator, message.client
         worker = state.workers[client]
-        if worker.phase != "asked" or worker.epoch != coordinator.epoch:
+        if not _waits_for(worker, message):
             return state
         if coordinator.leaving and "grant before the removal has ended" not in self._faults:
             told = _worker(state, client, worker._replace(token=token))
-            deferred = (*coordinator.deferred, (coordinator.leaving, client))
+            deferred = (*coordinator.deferred, (coordinator.leaving, message))
             return told._replace(coordinator=coordinator._replace(deferred=deferred))
         return _worker(state, client, worker._replace(phase="granted", token=token))
 
@@ -378,9 +400,10 @@ class ReservationModel:
         return self._take(state, token) if held.state is SaveState.RESERVED else state
 
     def _cancel(self, state: State, message: Message) -> State:
-        """By token, or what this client asked for and was not answered: here, all that it has."""
+        """By token, or by the reserve that was not answered in time."""
         for held in state.coordinator.reservations:
-            if held.client == message.client and message.token in (0, held.token):
+            is_it = held.token == message.token if message.token else held.asked == message.asked
+            if held.client == message.client and is_it:
                 state = self._let_go(state, held)
         return state
 
@@ -433,14 +456,14 @@ class ReservationModel:
 
     def _removed(self, state: State) -> State:
         coordinator = state.coordinator
-        deferred = tuple((count - 1, client) for count, client in coordinator.deferred)
+        deferred = tuple((count - 1, message) for count, message in coordinator.deferred)
         waiting = tuple(entry for entry in deferred if entry[0] > 0)
         state = state._replace(
             coordinator=coordinator._replace(leaving=coordinator.leaving - 1, deferred=waiting)
         )
-        for count, client in deferred:
+        for count, message in deferred:
             if count == 0:
-                state = _answered(state, client, "granted")
+                state = _answered(state, message, "granted")
         return state
 
     # ---- starting
@@ -570,12 +593,17 @@ def _worker(state: State, client: int, worker: Worker) -> State:
     return state._replace(workers=workers)
 
 
-def _answered(state: State, client: int, phase: str) -> State:
+def _waits_for(worker: Worker, message: Message) -> bool:
+    """Whether the sender of a reserve still waits for the answer to this very one."""
+    return worker.phase == "asked" and (worker.epoch, worker.asked) == (message.epoch, message.asked)
+
+
+def _answered(state: State, message: Message, phase: str) -> State:
     """The answer to a reserve arrives, if its sender still waits for it."""
-    worker = state.workers[client]
-    if worker.phase != "asked" or worker.epoch != state.coordinator.epoch:
+    worker = state.workers[message.client]
+    if not _waits_for(worker, message):
         return state
-    return _worker(state, client, worker._replace(phase=phase))
+    return _worker(state, message.client, worker._replace(phase=phase))
 
 
 def _woken(state: State, token: int) -> State:
@@ -588,6 +616,14 @@ def _woken(state: State, token: int) -> State:
             if worker.phase == "told":
                 state = _worker(state, client, worker._replace(phase="done"))
     return state
+
+
+def _asked(state: State, token: int, asked: int) -> State:
+    """The reservation answers this reserve from now on."""
+    reservations = tuple(
+        one._replace(asked=asked) if one.token == token else one for one in state.coordinator.reservations
+    )
+    return state._replace(coordinator=state.coordinator._replace(reservations=reservations))
 
 
 def _open(state: State, reservation: Reservation) -> State:
