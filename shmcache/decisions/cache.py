@@ -28,7 +28,6 @@ import copy
 import functools
 import inspect
 import logging
-import os
 import threading
 import time
 import weakref
@@ -42,6 +41,7 @@ from shmcache.decisions import codec, host
 from shmcache.decisions.codec import NotStorable
 from shmcache.decisions.fallback import FallbackStore
 from shmcache.decisions.flights import Flight, Flights, own, owning, owns_anything
+from shmcache.decisions.forks import watch
 from shmcache.decisions.host import StandsAside
 from shmcache.decisions.key import Facts, KeyMaker, NotCanonical
 from shmcache.decisions.legal import is_legal
@@ -179,7 +179,7 @@ class DecisionCache:
         self._start_over()
         self._faults_logged: set[type] = set()
         self._reset_counts()
-        _alive.add(self)
+        watch(self)
 
     def _start_over(self) -> None:
         self._lock = threading.Lock()
@@ -709,14 +709,3 @@ def _gate(answer: Mapping[str, Any], threshold: float) -> dict[str, Any]:
     if confidence < threshold:
         return {"low_confidence": True, "abstention": "abstained", "abstention_threshold": threshold}
     return {"abstention": "passed", "abstention_threshold": threshold}
-
-
-_alive: weakref.WeakSet[DecisionCache] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for cache in list(_alive):
-        cache.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from shmcache.decisions.flights import ClaimingStore, StoreClaim
+from shmcache.decisions.forks import watch
 from shmcache.decisions.stores import DecisionStore, Held, Item
 
 LOOK_AGAIN_S = 1.0
@@ -54,11 +55,16 @@ class FallbackStore:
         self._remote = remote
         self._local = local
         self._look_again_s = look_again_s
-        self._lock = threading.RLock()
+        self.after_fork()
+        watch(self)
         self._lost_until_s = 0.0
         # Decided without the remote: key → value and expiry, as they were added.
         self._meanwhile: dict[bytes, Item] = {}
         self.losses = self.conflicts = 0
+
+    def after_fork(self) -> None:
+        """In the child: another thread of the parent may have held the lock."""
+        self._lock = threading.RLock()
 
     @property
     def maxsize(self) -> int | None:

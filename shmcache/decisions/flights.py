@@ -31,14 +31,14 @@ Leaves out: reading and storing (cache).
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, Protocol, runtime_checkable
+
+from shmcache.decisions.forks import watch
 
 Wake = Callable[[], None]
 
@@ -94,7 +94,7 @@ class Flights:
         self._store = store if isinstance(store, ClaimingStore) else None
         self._limit_s = limit_s
         self._start_over()
-        _alive.add(self)
+        watch(self)
 
     def _start_over(self) -> None:
         # Reentrant: a finalizer may release while this very thread is in here.
@@ -209,14 +209,3 @@ def owning(flight: Flight) -> Iterator[None]:
         yield
     finally:
         flight.release()
-
-
-_alive: weakref.WeakSet[Flights] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for flights in list(_alive):
-        flights.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -29,6 +29,7 @@ from crc32c import crc32c
 from shmcache import protocol
 from shmcache.config import check_namespace
 from shmcache.connection import Connection, Head
+from shmcache.decisions.forks import watch
 from shmcache.decisions.stores import Held
 from shmcache.decisions.stores import Item as StoreItem
 from shmcache.decisions.table import Decision, TableReader
@@ -37,7 +38,7 @@ from shmcache.page import OUTBOX_BYTES
 from shmcache.protocol import MAX_KEYS, Added, Claimed, Deleted, Item, Outbox
 
 ANSWER_NS = 2_000_000_000
-CLAIM_NS = 200_000_000
+CLAIM_NS = 1_000_000_000
 _INLINE_BYTES = 4096
 _ITEM_BYTES = 40  # the most that an item takes beside its value
 
@@ -66,6 +67,11 @@ class SharedStore:
     def __init__(self, namespace: str = "default") -> None:
         """Looks at nothing yet, so it never fails for a coordinator that is not there."""
         self._connection = Connection(check_namespace(namespace))
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """In the child: another thread of the parent may have held the lock."""
         self._outbox = threading.Lock()
 
     @property

@@ -32,6 +32,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from shmcache.decisions.forks import watch
+
 CLOCK_SLACK_S = 60.0
 BUSY_S = 2.0
 
@@ -72,9 +74,14 @@ class MemoryStore:
 
     def __init__(self, maxsize: int = 65_536) -> None:
         self._maxsize = maxsize
-        self._lock = threading.Lock()
+        self.after_fork()
+        watch(self)
         # Value, Unix expiry as it was given, and the monotonic instant that counts.
         self._values: OrderedDict[bytes, tuple[bytes, float | None, float]] = OrderedDict()
+
+    def after_fork(self) -> None:
+        """In the child: another thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
 
     @property
     def maxsize(self) -> int:

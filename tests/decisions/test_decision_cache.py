@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 from decisions.fake_model import QUESTIONS, Context, Model, memory_cache, probability
 
-from shmcache.decisions import DecisionCache, MemoryStore
+from shmcache.decisions import DecisionCache, FallbackStore, MemoryStore
+from shmcache.decisions.shared import SharedStore
 from shmcache.errors import ConfigError
 
 YES = {"q": {"type": "choice", "criteria": ["yes", "no"]}}
@@ -536,3 +538,18 @@ def test_a_task_that_is_cancelled_releases() -> None:
         assert await asyncio.wait_for(waiter, 5) == {"q": "no"}
 
     asyncio.run(run())
+
+
+def test_a_child_that_is_forked_while_locks_are_held_starts_over() -> None:
+    store = FallbackStore(SharedStore("nobody-serves-this"), MemoryStore())
+    cache = DecisionCache(store)
+    cache.get_or_compute("m", "s", YES, lambda state, q: {"q": "yes"})
+    claimed = Context(["t"], agent=Model())
+    cache.on_predict_start(claimed)
+    with cache._lock, cache._flights._lock, store._lock:
+        pid = os.fork()
+        if pid == 0:
+            threading.Timer(20, lambda: os._exit(2)).start()
+            same = cache.get_or_compute("m", "s", YES, lambda state, q: {"q": "no"}) == {"q": "yes"}
+            os._exit(0 if same and Model(cache).predict(["t"]) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

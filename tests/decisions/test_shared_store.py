@@ -283,7 +283,7 @@ def test_batches_of_two_processes_that_want_each_other_s_keys_never_lock(space: 
 
 def test_a_delete_refuses_what_another_process_computes_for_the_key(space: Namespace) -> None:
     space.start()
-    (owner,) = _herd(space, 1, 0.5)
+    (owner,) = _herd(space, 1, 2.0)
     assert owner.hear() == "computing"
     with cache_in(space.name) as cache:
         cache.delete("m", "s", QUESTIONS)
