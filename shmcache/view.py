@@ -23,7 +23,7 @@ from shmcache.index import IndexReader, Row
 from shmcache.page import ClientPage
 from shmcache.protocol import Tier
 from shmcache.shm import SHM_ROOT, Mapping, Names
-from shmcache.tiers.base import file_name, read_slab
+from shmcache.tiers.base import Slab, file_name, read_slab
 from shmcache.tiers.disk import disk_directory, disk_path
 
 
@@ -51,10 +51,14 @@ class View:
 
     def meta(self, row: Row) -> kvc.Meta:
         """What a row's slab says of itself. Raises CorruptSlab, ForeignObject, OSError."""
+        return self.slab(row).head.meta
+
+    def slab(self, row: Row) -> Slab:
+        """A row's slab, by its first 4 KiB. Raises CorruptSlab, ForeignObject, OSError."""
         path = self.slab_path(Tier(row.tier), row.key)
         directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            return read_slab(directory_fd, path.name, row.key).head.meta
+            return read_slab(directory_fd, path.name, row.key)
         finally:
             os.close(directory_fd)
 

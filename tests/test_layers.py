@@ -53,8 +53,8 @@ LAYERS: dict[str, str] = {
     "tiers",
     "workers": "shm key identity kvc policy page slab client decisions",
     "workers.serve": "workers key identity client observe",
-    "tools": "shm key identity kvc policy protocol mq control page index client view observe check server "
-    "workers workers.serve decisions decisions.db decisions.table",
+    "tools": "shm key identity kvc policy protocol mq control page index connection client view observe "
+    "check server workers workers.serve decisions decisions.db decisions.table",
 }
 EVERYBODY = {"errors", "config"}
 

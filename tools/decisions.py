@@ -33,6 +33,7 @@ from shmcache.decisions.key import KEY_BYTES
 from shmcache.decisions.stores import Item
 from shmcache.decisions.table import Decision
 from shmcache.errors import ConfigError, CorruptDecision
+from shmcache.tools.text import bar
 
 HELP = "look at decisions, compute them ahead, hand them over, forget them"
 
@@ -42,7 +43,6 @@ _DURABILITY = (
     "full: survives power loss",
 )
 _BATCH = 64
-_BAR = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,14 +174,14 @@ def _warm(_store: SharedStore, arguments: argparse.Namespace) -> int:
     requests = [request for _, request in _lines(arguments.file)]
     cache = DecisionCache(namespace=arguments.namespace, fingerprint=arguments.fingerprint, ttl=arguments.ttl)
     failed = 0
-    with cache, _progress(len(requests)) as done:
-        for request in requests:
+    with cache, bar(len(requests)) as show:
+        for number, request in enumerate(requests, 1):
             try:
                 cache.get_or_compute(model, request["state"], request["questions"], compute)
             except Exception as error:
                 print(f"\n{error!r}", file=sys.stderr)
                 failed += 1
-            done()
+            show(number)
         info = cache.cache_info()
     return _say(arguments, computed=info["misses"] - failed, known=info["hits"], failed=failed)
 
@@ -196,26 +196,6 @@ def _answerer(name: str) -> tuple[Any, Callable[[Any, Any], Any]]:
         raise ConfigError(f"--with {name}: {error}") from error
     predict = getattr(found, "predict", None)
     return (name, found) if predict is None else (found, predict)
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, where somebody looks at it."""
-    count = 0
-    shows = sys.stderr.isatty()
-
-    def done() -> None:
-        nonlocal count
-        count += 1
-        if shows:
-            filled = _BAR * count // total
-            print(
-                f"\r[{'#' * filled}{'.' * (_BAR - filled)}] {count:,} of {total:,}", end="", file=sys.stderr
-            )
-
-    yield done
-    if shows and total:
-        print(file=sys.stderr)
 
 
 def _lines(file: str) -> Iterator[tuple[int, Any]]:

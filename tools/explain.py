@@ -104,7 +104,7 @@ def explain(namespace: str, model: Path, prompt: str | list[dict[str, str]]) -> 
         NoCoordinator, ForeignObject, LayoutMismatch: of the namespace.
         ConfigError: of the model's file.
     """
-    text, renderer = _rendered(model, prompt)
+    text, renderer = rendered(model, prompt)
     model_fp, quant = fingerprint(model), gguf_quant(model)
     hits: list[Hit] = []
     misses: list[Miss] = []
@@ -127,7 +127,7 @@ def explain(namespace: str, model: Path, prompt: str | list[dict[str, str]]) -> 
     )
 
 
-def _rendered(model: Path, prompt: str | list[dict[str, str]]) -> tuple[Text, Renderer]:
+def rendered(model: Path, prompt: str | list[dict[str, str]]) -> tuple[Text, Renderer]:
     """Tokenise as create_completion and create_chat_completion do; llama_cpp is imported only here."""
     from llama_cpp import Llama  # noqa: PLC0415
     from llama_cpp.llama_chat_format import Jinja2ChatFormatter  # noqa: PLC0415

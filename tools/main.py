@@ -16,12 +16,32 @@ from types import ModuleType
 
 from shmcache.config import check_namespace
 from shmcache.errors import ConfigError, ShmcacheError
-from shmcache.tools import check, clean, decisions, demo, explain, serve, stat
+from shmcache.tools import (
+    check,
+    clean,
+    decisions,
+    demo,
+    evict,
+    explain,
+    ls,
+    pin,
+    serve,
+    show,
+    stat,
+    unpin,
+    warm,
+)
 
 SUBCOMMANDS: dict[str, ModuleType] = {
     "stat": stat,
+    "ls": ls,
+    "show": show,
     "check": check,
     "explain": explain,
+    "evict": evict,
+    "pin": pin,
+    "unpin": unpin,
+    "warm": warm,
     "decisions": decisions,
     "clean": clean,
     "serve": serve,

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         from shmcache.workers.serve.settings import Settings, load  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(f"{error}: pip install 'shmcache[serve,llama]'") from error
-    table = {**dict(map(_option, arguments.llama)), "gates": dict(map(_option, arguments.gate))}
+    table = {**dict(map(key_value, arguments.llama)), "gates": dict(map(key_value, arguments.gate))}
     models = {name: {"path": path, **table} for name, path in map(_named, arguments.model)}
     if len(models) < len(arguments.model):
         raise ConfigError("two models have one name: give each its own (NAME=PATH)")
@@ -77,11 +77,11 @@ def _named(model: str) -> tuple[str, str]:
     return (name, path) if equals else (Path(model).stem, model)
 
 
-def _option(option: str) -> tuple[str, Any]:
+def key_value(given: str) -> tuple[str, Any]:
     """A name and a JSON value, or a string where it is none."""
-    name, equals, value = option.partition("=")
+    name, equals, value = given.partition("=")
     if not equals:
-        raise ConfigError(f"{option!r} is not KEY=VALUE")
+        raise ConfigError(f"{given!r} is not KEY=VALUE")
     try:
         return name, json.loads(value)
     except ValueError:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import psutil
 
 from shmcache.errors import mib
 from shmcache.observe import Observation, WorkerFigures, observe
+from shmcache.tools.text import table
 
 HELP = "what the cache holds and what it saved"
 
@@ -43,7 +44,7 @@ def report(seen: Observation, now_unix_s: float) -> Iterator[str]:
         return  # no index, so there is nothing to count
     yield f"rows         {seen.rows:,} of {seen.max_rows:,}"
     yield ""
-    yield from _table(
+    yield from table(
         ("tier", "rows", "used", "in saves", "budget", "full"),
         [
             (
@@ -66,7 +67,7 @@ def report(seen: Observation, now_unix_s: float) -> Iterator[str]:
     yield f"corrupt rows {seen.corrupt_rows:,}"
     yield ""
     yield f"{len(seen.workers)} workers attached" if len(seen.workers) != 1 else "1 worker attached"
-    yield from _table(
+    yield from table(
         ("worker", "pid", "memory", "mapped", "hits", "reused", "prefilled"),
         [_worker(worker) for worker in seen.workers],
     )
@@ -114,14 +115,3 @@ def _memory(pid: int) -> str:
         return mib(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
         return "unknown"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns as wide as they need; the first one to the left, numbers to the right."""
-    if not rows:
-        return
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    for row in (head, *rows):
-        first, *others = row
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        yield "  ".join([first.ljust(widths[0]), *cells])
