@@ -328,6 +328,11 @@ def test_a_new_epoch_is_mapped_within_one_call(space: Namespace) -> None:
         space.restart()
         assert longest(cache, WHO, A) == (len(A), b"state")
         assert granted(cache, B)
+    space.kill()
+    cache._look_round()  # as an idle worker does twice a second
+    assert reserve(cache, C) == [None]
+    space.start()
+    assert longest(cache, WHO, A) == (len(A), b"state")
     assert space.stop() == 0
     assert longest(cache, WHO, A) is None, "a clean stop ends the epoch"
     space.start()
@@ -559,7 +564,9 @@ def test_a_grant_that_came_too_late_is_taken_back(space: Namespace, impatient: N
     eventually(lambda: reserve(other, B) != [None])
 
 
-def test_a_grant_that_came_too_late_is_taken_back_even_if_the_queue_was_full_then(space: Namespace) -> None:
+def test_a_grant_that_came_too_late_is_taken_back_even_if_the_queue_was_full_then(
+    space: Namespace, impatient: None
+) -> None:
     space.start()
     cache, other = space.cache(), space.cache()
     save(cache, WHO, A, b"attached")
