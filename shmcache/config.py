@@ -233,7 +233,10 @@ def load(
             values[name] = flags[name]
     for name in SIZES:
         if values.get(name) is not None:
-            values[name] = parse_size(values[name])
+            try:
+                values[name] = parse_size(values[name])
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from error
     try:
         return msgspec.convert(values, CoordinatorConfig, strict=False)
     except msgspec.ValidationError as error:

@@ -257,11 +257,9 @@ class Connection:
             self._page.words[Word.ORPHANED] = orphaned_bytes
 
     def fault(self, what: str, error: BaseException) -> None:
-        """Count a fault of the cache, and log the first of its kind."""
-        if isinstance(error, NoCoordinator):
-            log.info("%s", error)
-            return
-        self.count("foreign_objects" if isinstance(error, ForeignObject) else "cache_faults")
+        """Count a fault of the cache, and log the first of its kind; nobody there is none, but is said."""
+        if not isinstance(error, NoCoordinator):
+            self.count("foreign_objects" if isinstance(error, ForeignObject) else "cache_faults")
         kind = (what, type(error))
         if kind not in self._faults_logged:
             self._faults_logged.add(kind)

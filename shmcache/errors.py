@@ -50,7 +50,7 @@ class AlreadyRunning(ShmcacheError):
         self.namespace, self.pid = namespace, pid
         super().__init__(
             f"a coordinator of namespace {namespace!r} is running already (pid {pid}): "
-            f"use it, or start this one with another --namespace"
+            f"use it, stop it first, or take another --namespace"
         )
 
 

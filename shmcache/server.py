@@ -457,10 +457,9 @@ def _budgets(settings: CoordinatorConfig, names: Names, unnamed_bytes: int) -> d
     wanted_bytes = settings.ram_bytes + ram_file_bytes + (settings.staging_bytes or 0)
     if wanted_bytes > free_bytes:
         raise ConfigError(
-            f"/dev/shm has {mib(free_bytes)} free beside the index, ram_file needs "
-            f"{mib(wanted_bytes)} (ram and staging included): start with --ram-file-bytes "
-            f"{free_bytes * 3 // 4 // MIB}M or give the container --shm-size "
-            f"{_rounded_up(wanted_bytes + index_bytes)}"
+            f"/dev/shm has {mib(free_bytes)} free beside the index, ram_file needs {mib(ram_file_bytes)}"
+            f"{_others(settings)}: start with {_smaller(settings, free_bytes)} "
+            f"or give the container --shm-size {_rounded_up(wanted_bytes + index_bytes)}"
         )
     budgets = {}
     if settings.ram_bytes:
@@ -469,6 +468,30 @@ def _budgets(settings: CoordinatorConfig, names: Names, unnamed_bytes: int) -> d
     if settings.disk_dir is not None:
         budgets[Tier.DISK] = (_disk_budget(settings, Path(settings.disk_dir), names), staging_bytes)
     return budgets
+
+
+def _others(settings: CoordinatorConfig) -> str:
+    """What else is wanted in /dev/shm, for the message."""
+    others = (("ram", settings.ram_bytes), ("staging", settings.staging_bytes or 0))
+    return "".join(f", {name} {mib(size_bytes)}" for name, size_bytes in others if size_bytes)
+
+
+def _smaller(settings: CoordinatorConfig, free_bytes: int) -> str:
+    """Options that would fit: what is free shared out as it was asked for, a quarter left."""
+    asked = [
+        (option, size_bytes)
+        for option, size_bytes in (
+            ("--ram-file-bytes", settings.ram_file_bytes or 0),
+            ("--ram-bytes", settings.ram_bytes),
+            ("--staging-bytes", settings.staging_bytes or 0),
+        )
+        if size_bytes
+    ]
+    total_bytes = sum(size_bytes for _option, size_bytes in asked)
+    return " ".join(
+        f"{option} {max(1, free_bytes * 3 // 4 * size_bytes // total_bytes // MIB)}M"
+        for option, size_bytes in asked
+    )
 
 
 def _disk_budget(settings: CoordinatorConfig, directory: Path, names: Names) -> int:

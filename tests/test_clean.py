@@ -25,7 +25,7 @@ def test_a_killed_coordinators_things_all_go(
     namespace: str, coordinator: CoordinatorProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     coordinator.kill()
-    assert main(["clean", "--namespace", namespace, "--json"]) == 0
+    assert main(["clean", "--namespace", namespace, "--decisions", "--json"]) == 0
     removed = json.loads(capsys.readouterr().out)["removed"]
     assert len(removed) == 6  # directory, two segments, queue, decisions and their log
     assert not list(Path("/dev/shm").glob(f"*{namespace}*"))

@@ -1,4 +1,6 @@
-"""What is left of a namespace that nobody uses any more? Its directory, segments, queue and decisions go.
+"""What is left of a namespace that nobody uses any more? Its directory, segments and queue go.
+
+Its decisions, which lie in a file of their own, go only where that is asked for; the disk tier stays.
 
 A coordinator leaves its rows in /dev/shm on purpose: the next one takes them over. This is for namespaces
 that have no next one.
@@ -24,11 +26,14 @@ from shmcache.decisions.db import default_path
 from shmcache.decisions.db import remove as remove_decisions
 from shmcache.shm import Names
 
-HELP = "remove everything of a namespace that no coordinator serves"
+HELP = "remove what a namespace without a coordinator has left in /dev/shm, and its queue"
 
 
-def remove(namespace: str) -> list[str]:
-    """Remove all that the namespace has, and name it. Raises AlreadyRunning, ForeignObject."""
+def remove(namespace: str, *, decisions: bool = True) -> list[str]:
+    """Remove all that the namespace has in /dev/shm, its queue, and its decisions if wanted; name it all.
+
+    Raises AlreadyRunning, ForeignObject.
+    """
     names = Names(namespace)
     removed = []
     try:
@@ -41,7 +46,7 @@ def remove(namespace: str) -> list[str]:
             removed += _remove_flat(names)
             shutil.rmtree(names.directory)
         removed.insert(0, str(names.directory))
-    return removed + remove_decisions(default_path(namespace))
+    return removed + (remove_decisions(default_path(namespace)) if decisions else [])
 
 
 def _remove_flat(names: Names) -> list[str]:
@@ -56,12 +61,15 @@ def _remove_flat(names: Names) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
+    """Whether decisions go too."""
+    parser.add_argument(
+        "--decisions", action="store_true", help="its decisions too (shmcache decisions export keeps a copy)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what went."""
-    removed = remove(arguments.namespace)
+    removed = remove(arguments.namespace, decisions=arguments.decisions)
     if arguments.json:
         print(json.dumps({"namespace": arguments.namespace, "removed": removed}))
     else:

@@ -201,12 +201,13 @@ def _answerer(name: str) -> tuple[Any, Callable[[Any, Any], Any]]:
 def _lines(file: str) -> Iterator[tuple[int, Any]]:
     """Numbered lines of JSON. Raises ConfigError for what is none."""
     with _opened(file, "r") as stream:
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                try:
+        number = 0
+        try:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
                     yield number, json.loads(line)
-                except ValueError as error:
-                    raise ConfigError(f"{file}, line {number}: {error}") from error
+        except ValueError as error:  # no JSON, or no UTF-8
+            raise ConfigError(f"{file}, line {number}: {error}") from error
 
 
 @contextlib.contextmanager

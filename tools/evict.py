@@ -30,7 +30,7 @@ from shmcache.identity import fingerprint, tenant_hash
 from shmcache.index import Row
 from shmcache.protocol import MAX_EVICTED, Evict, Evicted, Tier
 from shmcache.shm import Mapping
-from shmcache.tools.explain import rendered
+from shmcache.tools.explain import Prompt
 from shmcache.tools.rows import Listed, find, listed, report, tell_total
 from shmcache.view import View, look
 
@@ -138,7 +138,7 @@ def _begins_with(file: Path, model: str | None) -> Condition:
         raise ConfigError(f"the prefix cannot be read: {error}") from error
     if not text:
         raise ConfigError(f"{file} is empty, and every row begins with nothing: use --all")
-    prefix, renderer = rendered(Path(model), text)
+    prefix = Prompt(Path(model), text)
 
     def condition(view: View, row: Row, _about: Listed) -> bool:
         try:
@@ -146,7 +146,7 @@ def _begins_with(file: Path, model: str | None) -> Condition:
                 token_ids = kvc.parse(mapping.bytes).token_ids.tolist()
         except (OSError, CorruptSlab, ForeignObject):
             return False
-        return bytes(renderer.render(token_ids).text).startswith(bytes(prefix.text))
+        return prefix.renderer.render(token_ids).text.startswith(prefix.text.text)
 
     return condition
 

@@ -104,12 +104,13 @@ def explain(namespace: str, model: Path, prompt: str | list[dict[str, str]]) -> 
         NoCoordinator, ForeignObject, LayoutMismatch: of the namespace.
         ConfigError: of the model's file.
     """
-    text, renderer = rendered(model, prompt)
-    model_fp, quant = fingerprint(model), gguf_quant(model)
     hits: list[Hit] = []
     misses: list[Miss] = []
     others: set[str] = set()
+    asked = Prompt(model, prompt)
+    text, renderer = asked.text, asked.renderer
     with look(namespace) as view:
+        model_fp, quant = fingerprint(model), gguf_quant(model)
         for context, rows in _rows_by_context(view, model_fp, others):
             identity = Identity(model_fp=model_fp, quant=quant, ctx_params_hash=context)
             hit = _hit(view, identity, text)
@@ -127,34 +128,48 @@ def explain(namespace: str, model: Path, prompt: str | list[dict[str, str]]) -> 
     )
 
 
-def rendered(model: Path, prompt: str | list[dict[str, str]]) -> tuple[Text, Renderer]:
-    """Tokenise as create_completion and create_chat_completion do; llama_cpp is imported only here."""
-    from llama_cpp import Llama  # noqa: PLC0415
-    from llama_cpp.llama_chat_format import Jinja2ChatFormatter  # noqa: PLC0415
+class Prompt:
+    """A prompt as a worker renders it, and the vocabulary that did so, loaded for as long as this lives.
 
-    from shmcache.workers.render import Renderer  # noqa: PLC0415
-    from shmcache.workers.state import ModelVocabulary  # noqa: PLC0415
+    text      tokenised as create_completion and create_chat_completion do.
+    renderer  of the same vocabulary, for the tokens of rows.
+    """
 
-    llama = Llama(os.fspath(model), vocab_only=True, verbose=False)
-    try:
-        if isinstance(prompt, str):
-            begin = [llama.token_bos()] if llama._model.add_bos_token() and llama.token_bos() >= 0 else []
-            tokens = begin + llama.tokenize(prompt.encode(), add_bos=False, special=True)
-        else:
-            template = llama.metadata.get("tokenizer.chat_template")
-            if template is None:
-                raise ConfigError(f"{model.name} has no chat template: give the prompt as text")
-            formatter = Jinja2ChatFormatter(
-                template=template,
-                eos_token=llama._model.token_get_text(llama.token_eos()),
-                bos_token=llama._model.token_get_text(llama.token_bos()),
-            )
-            chat = formatter(messages=prompt).prompt  # type: ignore[arg-type]
-            tokens = llama.tokenize(chat.encode(), add_bos=False, special=True)
-        renderer = Renderer(ModelVocabulary(llama))
-        return renderer.render(tokens), renderer
-    finally:
-        llama.close()
+    def __init__(self, model: Path, prompt: str | list[dict[str, str]]) -> None:
+        """Load the vocabulary only, and tokenise. Raises ConfigError where the file is no model."""
+        from llama_cpp import Llama  # noqa: PLC0415 (the other tools do without it)
+
+        from shmcache.workers.render import Renderer  # noqa: PLC0415
+        from shmcache.workers.state import ModelVocabulary  # noqa: PLC0415
+
+        try:
+            # Kept, because the renderer asks its vocabulary at each token that it has not seen.
+            self._llama = Llama(os.fspath(model), vocab_only=True, verbose=False)
+        except ValueError as error:
+            raise ConfigError(f"{model} cannot be loaded: {error}") from error
+        self.renderer = Renderer(ModelVocabulary(self._llama))
+        tokens = self._of_text(prompt) if isinstance(prompt, str) else self._of_chat(prompt)
+        self.text: Text = self.renderer.render(tokens)
+
+    def _of_text(self, prompt: str) -> list[int]:
+        llama = self._llama
+        begin = [llama.token_bos()] if llama._model.add_bos_token() and llama.token_bos() >= 0 else []
+        return begin + llama.tokenize(prompt.encode(), add_bos=False, special=True)
+
+    def _of_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter  # noqa: PLC0415
+
+        llama = self._llama
+        template = llama.metadata.get("tokenizer.chat_template")
+        if template is None:
+            raise ConfigError(f"{Path(llama.model_path).name} has no chat template: give the prompt as text")
+        formatter = Jinja2ChatFormatter(
+            template=template,
+            eos_token=llama._model.token_get_text(llama.token_eos()),
+            bos_token=llama._model.token_get_text(llama.token_bos()),
+        )
+        chat = formatter(messages=messages).prompt  # type: ignore[arg-type]
+        return llama.tokenize(chat.encode(), add_bos=False, special=True)
 
 
 def _rows_by_context(view: View, model_fp: bytes, others: set[str]) -> Iterator[tuple[bytes, list[Row]]]:

@@ -15,7 +15,7 @@ from shmcache.client import Cache, SavePlan
 from shmcache.config import Gates
 from shmcache.identity import fingerprint
 from shmcache.key import row_address
-from shmcache.tools.explain import rendered
+from shmcache.tools.explain import Prompt
 from shmcache.tools.main import USAGE_ERROR, main
 from shmcache.workers import SharedLlama
 
@@ -89,7 +89,7 @@ def test_warm_needs_a_coordinator(
 
 def put(cache: Cache, model: Path, prompt: str) -> bytes:
     """A row with the real tokens of a prompt and no state worth the name; its key."""
-    text, _ = rendered(model, prompt)
+    text = Prompt(model, prompt).text
     who = replace(identity(), model_fp=fingerprint(model))
     address = row_address(who.seed, bytes(text.text))
     piece = replace(PIECES[0], length=len(text.tokens))
