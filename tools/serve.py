@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from shmcache.config import LOG_LEVELS
 from shmcache.errors import ConfigError
 
 HELP = "serve models with an OpenAI-compatible API"
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop-s", type=float, help="seconds that open requests get once the server stops (default: 30)"
     )
+    parser.add_argument("--log-level", choices=LOG_LEVELS, help="of the log on stderr (default: info)")
     parser.add_argument(
         "--no-reuse", dest="reuse", action="store_false", default=None, help="compute every prompt anew"
     )

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
@@ -75,18 +76,24 @@ class Engine:
             if connection is None:
                 await self._until_somebody_waits()
                 continue
-            reader, writer = await asyncio.open_connection(sock=connection)
-            try:
-                await self._answer(reader, writer)
-                writer.close()
-                async with asyncio.timeout(SEND_S):
-                    await writer.wait_closed()
-            except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-                pass  # the desk has given up, or its process is gone
-            except Exception:
-                log.exception("a request was lost")
-            finally:
-                writer.transport.abort()
+            with contextlib.closing(connection):
+                try:
+                    await self._serve(connection)
+                except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+                    pass  # the desk has given up, or its process is gone
+                except Exception:
+                    log.exception("a request was lost")
+
+    async def _serve(self, connection: socket.socket) -> None:
+        # A copy of the descriptor, because the transport closes what it is given.
+        reader, writer = await asyncio.open_connection(sock=connection.dup())
+        try:
+            await self._answer(reader, writer)
+            writer.close()
+            async with asyncio.timeout(SEND_S):
+                await writer.wait_closed()
+        finally:
+            writer.transport.abort()
 
     async def _until_somebody_waits(self) -> None:
         loop = asyncio.get_running_loop()

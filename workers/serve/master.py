@@ -85,6 +85,7 @@ class Server(BaseApplication):  # type: ignore[misc]
             "timeout": 0,
             "graceful_timeout": int(settings.stop_s + SHUTDOWN_SAVE_S),
             "control_socket_disable": True,
+            "loglevel": settings.log_level,
             "when_ready": self._when_ready,
             "pre_fork": self._pre_fork,
             "post_fork": self._post_fork,
@@ -104,6 +105,10 @@ class Server(BaseApplication):  # type: ignore[misc]
 
     def run(self) -> None:
         """Serve until a signal, or workers that do not boot, end it."""
+        logging.basicConfig(
+            level=self._settings.log_level.upper(),
+            format="[%(asctime)s] [%(process)d] [%(levelname)s] %(name)s: %(message)s",
+        )
         _Master(self).run()
 
     def load(self) -> Starlette:

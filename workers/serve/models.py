@@ -89,9 +89,10 @@ class ServedLlama(SharedLlama):
         self.hang_up = HangUp()
         self.completion_tokens = 0
         self._reuse = reuse
-        self._authors: dict[str | None, Author | None] = {}
+        self._authors: dict[str | None, Author] = {}
         self._on_first_token: Callable[[], None] = lambda: None
         super().__init__(model_path, **options)
+        self._first_author = self._author
         # Kept, because llama.cpp keeps only its address.
         self._abort_callback = llama_cpp.ggml_abort_callback(_STRLEN)
         llama_cpp.llama_set_abort_callback(self.ctx, self._abort_callback, self.hang_up.address)
@@ -118,14 +119,13 @@ class ServedLlama(SharedLlama):
                 self._author, self._tenant = self._author_of(tenant), tenant
 
     def _author_of(self, tenant: str | None) -> Author | None:
-        """Whoever signs this tenant's rows."""
-        if self._author is None:
-            return None
-        if tenant not in self._authors:
-            context = ctx_params_hash(context_params(self, tenant))
-            identity = replace(self._author.identity, ctx_params_hash=context)
-            self._authors[tenant] = replace(self._author, identity=identity, tenant=tenant)
-        return self._authors[tenant]
+        """Whoever signs this tenant's rows; None, and nothing is shared, where that cannot be said."""
+        if tenant not in self._authors and self._first_author is not None:
+            with self._edge.guard("identity"):
+                context = ctx_params_hash(context_params(self, tenant))
+                identity = replace(self._first_author.identity, ctx_params_hash=context)
+                self._authors[tenant] = replace(self._first_author, identity=identity, tenant=tenant)
+        return self._authors.get(tenant)
 
     def create_completion(self, *args: Any, **kwargs: Any) -> Any:
         """As in llama_cpp.Llama; a grammar that cannot be parsed is a ValueError (I3)."""

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shmcache.config import Gates, check_namespace
+from shmcache.config import LOG_LEVELS, Gates, check_namespace
 from shmcache.errors import ConfigError
 
 MAX_WORKERS = 64
@@ -60,6 +60,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     api_keys   a file of keys, each with its tenant; None: everybody is the same tenant.
     stop_s     how long open requests may go on once the server stops.
     reuse      False computes every prompt anew, to compare with.
+    log_level  of the server's log on stderr.
     """
 
     models: tuple[ModelSettings, ...]
@@ -72,6 +73,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: str | None = None
     stop_s: float = 30.0
     reuse: bool = True
+    log_level: str = "info"
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
@@ -82,6 +84,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"two models are called {', '.join(sorted(twice))}: name them (NAME=PATH)")
         if self.tier not in TIERS:
             raise ConfigError(f"tier ({self.tier}) must be one of {', '.join(TIERS)}")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"log_level ({self.log_level}) must be one of {', '.join(LOG_LEVELS)}")
         for name, least, most in (
             ("workers", 1, MAX_WORKERS),
             ("port", 0, 65_535),
