@@ -88,6 +88,23 @@ def test_a_prompt_that_was_seen_before_is_cached_whichever_worker_answers(server
         assert again.choices[0].message.content == first.choices[0].message.content
 
 
+def test_a_decision_is_made_once_for_all_workers(server: Served) -> None:
+    questions = {
+        "kind": {"type": "choice", "instructions": "What is asked?", "criteria": ["refund", "other"]},
+        "angry": {"type": "noul", "instructions": "Is the writer angry?"},
+    }
+    body = {"state": "I want my money back.", "questions": questions}
+    url = f"{server.url}/v1/decisions"
+    first = httpx.post(url, json=body, timeout=60).json()
+    assert first["cached"] is False
+    assert set(first["answers"]) == {"kind", "angry"}
+    for _ in range(4):
+        assert httpx.post(url, json=body).json() == {**first, "cached": True}
+    for wrong in ({}, {"state": 1, "questions": {}}, {"state": 1, "questions": {"q": {"type": "poem"}}}):
+        answer = httpx.post(url, json=wrong)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
 def test_a_next_turn_may_say_which_reply_it_goes_on_from(server: Served) -> None:
     client = server.client()
     messages = chat("parent")

@@ -107,6 +107,17 @@ def test_case_e09_no_field_and_no_header_sets_a_tenant(served: Served) -> None:
     assert cached_tokens(served, B, messages, **pretended, extra_headers=headers) == 0
 
 
+def test_case_e09_no_tenant_gets_what_was_decided_for_another(served: Served) -> None:
+    body = {"state": "a letter", "questions": {"sad": {"type": "noul", "instructions": "Is it sad?"}}}
+
+    def is_cached(key: str) -> bool:
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = httpx.post(f"{served.url}/v1/decisions", json=body, headers=headers, timeout=60)
+        return bool(answer.json()["cached"])
+
+    assert [is_cached(key) for key in (A1, A2, B, B)] == [False, True, False, True]
+
+
 def test_each_model_answers_by_its_name_and_has_rows_of_its_own(served: Served) -> None:
     client = served.client(A1)
     assert [model.id for model in client.models.list()] == ["tiny", "other"]

@@ -20,6 +20,7 @@ import jinja2
 import msgspec
 from llama_cpp.llama_grammar import LlamaGrammar
 
+from shmcache.workers.decide import DecisionModel
 from shmcache.workers.serve.wire import Chunk, Done, Failed, Job, Reply, Usage
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ _REQUESTS_FAULT = (ValueError, jinja2.TemplateError, RecursionError)
 def answer(llama: ServedLlama, job: Job, send: Callable[[Reply], None]) -> Done | Failed:
     """Answer a request; a streamed answer's chunks go to `send`."""
     try:
+        if job.kind == "decision":
+            return Done(_json(DecisionModel(llama).predict(**job.arguments)), Usage())
         _check_tokens(job, llama.n_vocab())
         if job.stream:
             return _stream(llama, job, send)

@@ -5,6 +5,7 @@
     GET  /v1/models[/NAME]      the server's models                               key
     POST /v1/completions        } one JSON object, or a stream of events          key
     POST /v1/chat/completions   }
+    POST /v1/decisions          typed answers about a state, each computed once  key
     POST /v1/cache/lookup       tokens of this prompt that need not be computed   key
 
     400 a wrong request   401 no key of this server   404 no such model   408 a body that does not come
@@ -41,13 +42,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from shmcache.decisions.cache import DecisionCache
 from shmcache.errors import ShmcacheError
 from shmcache.workers.serve.desk import Call, Desk, EngineDied, Overloaded, ServerStopping
 from shmcache.workers.serve.engine import Engine
 from shmcache.workers.serve.keys import ApiKeys
-from shmcache.workers.serve.requests import BadRequest, read_job, read_lookup
+from shmcache.workers.serve.requests import BadRequest, read_decision, read_job, read_lookup
 from shmcache.workers.serve.settings import Settings
-from shmcache.workers.serve.wire import Chunk, Done, Failed, Job, Kind
+from shmcache.workers.serve.wire import Chunk, Done, Failed, Kind
 
 BODY_BYTES = 16 << 20
 BODY_S = 30.0  # how long a body may take to come
@@ -83,18 +85,19 @@ class App:
         settings: Settings,
         desk: Desk,
         keys: ApiKeys | None,
-        count_reusable: Callable[[Job], tuple[int, int]],
+        engine: Engine,
         figures: Callable[[], bytes],
     ) -> None:
-        """`count_reusable` answers lookups and may take a while; `figures` are the metrics."""
+        """`figures` are the metrics."""
         self._settings = settings
         self._desk = desk
         self._keys = keys
-        self._count_reusable = count_reusable
+        self._engine = engine
         self._figures = figures
         # Of its own, so that a lookup is answered while the model computes.
         self._lookups = ThreadPoolExecutor(1, "shmcache-lookup")
         self._models = [model.name for model in settings.models]
+        self._decisions = DecisionCache(namespace=settings.namespace)
 
     def routes(self) -> list[Route]:
         """All paths."""
@@ -105,6 +108,7 @@ class App:
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/decisions", self.decisions, methods=["POST"]),
             Route("/v1/cache/lookup", self.lookup, methods=["POST"]),
         ]
 
@@ -135,6 +139,25 @@ class App:
         """A chat goes on."""
         return await self._complete(request, "chat")
 
+    async def decisions(self, request: Request) -> Response:
+        """Questions about a state: what was decided before, by any process, or what the model decides now."""
+        tenant = self._tenant(request)
+        job = read_decision(await _body(request), tenant, self._models[0])
+        fingerprint = self._engine.decision_fingerprint(self._known(job.model), tenant)
+        computed = False
+
+        async def decide(state: Any, questions: Any) -> Any:
+            nonlocal computed
+            computed = True
+            async with self._desk.call(job) as call:
+                return msgspec.json.decode(_done(await call.next()).data)
+
+        asked = job.arguments["state"], job.arguments["questions"]
+        deciding = self._decisions.aget_or_compute(fingerprint, *asked, decide)
+        result = await _unless_gone(request.receive, deciding)
+        self._desk.slot.count("answered")
+        return _answer({**result, "cached": not computed})
+
     async def lookup(self, request: Request) -> Response:
         """How many tokens of a prompt the cache has."""
         tenant = self._tenant(request)
@@ -143,7 +166,7 @@ class App:
         self._desk.slot.count("lookups")
         loop = asyncio.get_running_loop()
         try:
-            tokens, reusable = await loop.run_in_executor(self._lookups, self._count_reusable, job)
+            tokens, reusable = await loop.run_in_executor(self._lookups, self._engine.reusable_tokens, job)
         except ValueError as error:
             raise BadRequest(str(error)) from error
         return _answer(
@@ -168,10 +191,14 @@ class App:
         if isinstance(first, Chunk):
             return EventStream(call, first, self._desk.slot.count)
         call.close()
-        if isinstance(first, Failed):
-            raise Refused(first.status, first.message, first.code)
+        done = _done(first)
         self._desk.slot.count("answered")
-        return Response(first.data, media_type="application/json")
+        return Response(done.data, media_type="application/json")
+
+    def close(self) -> None:
+        """After the last request."""
+        self._lookups.shutdown()
+        self._decisions.close()
 
     def _tenant(self, request: Request) -> str | None:
         """Who asks (I1)."""
@@ -207,6 +234,7 @@ def make_app(app: App, engine: Engine, desk: Desk, stop_s: float) -> Starlette:
         _when_told_to_stop(lambda: desk.stop(stop_s))
         yield
         await engine.stop()
+        app.close()
 
     errors = (Refused, ShmcacheError, _Gone, HTTPException, Exception)
     handlers = dict.fromkeys(errors, app.on_error)
@@ -267,6 +295,14 @@ class EventStream(Response):
             return
         yield b"[DONE]"
         self._count("answered")
+
+
+def _done(message: Chunk | Done | Failed) -> Done:
+    """An answer that is not streamed. Raises Refused where there is none."""
+    if isinstance(message, Failed):
+        raise Refused(message.status, message.message, message.code)
+    assert isinstance(message, Done)
+    return message
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:

@@ -70,6 +70,10 @@ class Engine:
         """As Models says it, in the caller's thread."""
         return self.models.reusable_tokens(job)
 
+    def decision_fingerprint(self, model: str, tenant: str | None) -> str:
+        """As Models says it, in the caller's thread."""
+        return self.models.decision_fingerprint(model, tenant)
+
     async def _take_requests(self) -> None:
         while not self._stopping:
             connection = self._line.take()

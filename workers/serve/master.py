@@ -128,7 +128,7 @@ class Server(BaseApplication):  # type: ignore[misc]
             settings,
             desk,
             self._keys,
-            engine.reusable_tokens,
+            engine,
             lambda: exposition(self._board, settings.namespace),
         )
         return make_app(app, engine, desk, settings.stop_s)

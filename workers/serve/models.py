@@ -18,18 +18,21 @@ Leaves out: what an answer looks like (answers).
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, NoReturn
 
 import llama_cpp
+import msgspec
 from llama_cpp import llama_chat_format
 from llama_cpp.llama_grammar import LlamaGrammar
 from msgspec.structs import replace
 
 from shmcache.client import Cache, attach
 from shmcache.identity import ctx_params_hash
+from shmcache.workers.decide import DecisionModel
 from shmcache.workers.lookup import reusable_tokens
 from shmcache.workers.rows import Author
 from shmcache.workers.serve import answers
@@ -90,7 +93,7 @@ class ServedLlama(SharedLlama):
         self.completion_tokens = 0
         self._reuse = reuse
         self._authors: dict[str | None, Author] = {}
-        self._on_first_token: Callable[[], None] = lambda: None
+        self._on_first_token: Callable[[], None] | None = None
         super().__init__(model_path, **options)
         self._first_author = self._author
         # Kept, because llama.cpp keeps only its address.
@@ -147,9 +150,10 @@ class ServedLlama(SharedLlama):
         """As in llama_cpp.Llama; ends where the client has gone."""
         with closing(super().generate(tokens, *args, **kwargs)) as steps:
             for token in steps:
-                if not self.completion_tokens:
+                if self._on_first_token is not None:
                     self.hang_up.prefilled()
                     self._on_first_token()
+                    self._on_first_token = None
                 if self.hang_up.is_set():
                     return
                 self.completion_tokens += not llama_cpp.llama_vocab_is_eog(self._model.vocab, token)
@@ -246,6 +250,11 @@ class Models:
         llama = self._models[job.model]
         tokens = llama.tokens_of(job)
         return len(tokens), llama.reusable_tokens(job.tenant, tokens)
+
+    def decision_fingerprint(self, model: str, tenant: str | None) -> str:
+        """What decisions of this model for this tenant depend on."""
+        asked = [DecisionModel(self._models[model]).decision_fingerprint, tenant]
+        return hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
 
     def close(self) -> None:
         """Make the `shutdown` saves and free the models."""

@@ -140,6 +140,15 @@ class Chat(Sampling, frozen=True, kw_only=True):
     top_logprobs: Natural | None = None
 
 
+class Decision(msgspec.Struct, frozen=True):
+    """POST /v1/decisions. Questions by name; what they may be is DecisionModel's to say."""
+
+    state: Any
+    questions: Annotated[dict[str, Any], Meta(min_length=1)]
+    model: str | None = None
+
+
+_decode_decision = msgspec.json.Decoder(Decision).decode
 _decode = {"completion": msgspec.json.Decoder(Completion).decode, "chat": msgspec.json.Decoder(Chat).decode}
 _decode_any = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -181,6 +190,13 @@ def read_lookup(body: bytes, tenant: str | None, default_model: str) -> Job:
     """The request whose prompt is looked up: a chat where it has messages. Raises BadRequest."""
     kind: Kind = "chat" if "messages" in _read(lambda: _decode_any(body)) else "completion"
     return read_job(kind, body, tenant, default_model)
+
+
+def read_decision(body: bytes, tenant: str | None, default_model: str) -> Job:
+    """What to decide. Raises BadRequest."""
+    asked: Decision = _read(lambda: _decode_decision(body))
+    arguments = {"state": asked.state, "questions": asked.questions}
+    return Job(kind="decision", model=asked.model or default_model, tenant=tenant, arguments=arguments)
 
 
 def _read(decode: Any) -> Any:

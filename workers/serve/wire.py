@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-Kind = Literal["completion", "chat"]
+Kind = Literal["completion", "chat", "decision"]
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     model      name of one of the server's models.
     tenant     whose rows may be used and made; from the key that the client showed, from nothing else.
-    arguments  of Llama.create_completion or create_chat_completion.
+    arguments  of Llama.create_completion, create_chat_completion or DecisionModel.predict.
     usage      whether a stream ends with a chunk that counts tokens.
     hints      of SharedLlama.asking.
     """
@@ -46,9 +46,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     tenant: str | None
     arguments: dict[str, Any]
-    stream: bool
-    usage: bool
-    hints: Hints
+    stream: bool = False
+    usage: bool = False
+    hints: Hints = Hints()
 
 
 class Usage(msgspec.Struct, frozen=True):
