@@ -52,7 +52,7 @@ LAYERS: dict[str, str] = {
     "server": "coordinator decisions.service connection shm key kvc protocol mq control page index slab "
     "tiers",
     "workers": "shm key identity kvc policy page slab client decisions",
-    "workers.serve": "workers key identity client observe",
+    "workers.serve": "workers key identity client observe decisions",
     "tools": "shm key identity kvc policy protocol mq control page index connection client view observe "
     "check server workers workers.serve decisions decisions.db decisions.table",
 }
