@@ -135,23 +135,29 @@ def test_a_hang_up_stops_a_prompt_that_is_being_computed(namespace: str, smollm2
 
 
 @pytest.mark.usefixtures("coordinator")
-def test_workers_that_are_killed_under_load_lose_no_answer(start_server: StartServer, namespace: str) -> None:
+@pytest.mark.parametrize(
+    ("requests", "kills"), [(60, 3), pytest.param(3000, 60, marks=pytest.mark.stress, id="stress")]
+)
+def test_workers_that_are_killed_under_load_lose_no_answer(
+    start_server: StartServer, namespace: str, requests: int, kills: int
+) -> None:
     server = start_server("--waiting=200", workers=2)
     killed = 0
+    at_once = asyncio.Semaphore(60)
 
     async def ask() -> list[Any]:
         nonlocal killed
         async with server.async_client(max_retries=10) as client:
-            tasks = [
-                asyncio.create_task(
-                    client.chat.completions.create(
+
+            async def one(number: int) -> Any:
+                async with at_once:
+                    return await client.chat.completions.create(
                         **{**SHORT, "max_tokens": 30}, messages=chat(f"killed{number % 8}"), logit_bias=NO_END
                     )
-                )
-                for number in range(60)
-            ]
+
+            tasks = [asyncio.create_task(one(number)) for number in range(requests)]
             while not all(task.done() for task in tasks):
-                if killed < 3 and both_serve(server):
+                if killed < kills and both_serve(server):
                     os.kill(server.workers()[0].pid, signal.SIGKILL)
                     killed += 1
                 await asyncio.sleep(0.1)

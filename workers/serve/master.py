@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 SHUTDOWN_SAVE_S = 40.0  # a `shutdown` save may take 30 s
 STUCK_CLIENT_MS = 60_000
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class ServeWorker(UvicornWorker):  # type: ignore[misc]  # gunicorn and uvicorn_worker have no types
@@ -134,6 +135,8 @@ class Server(BaseApplication):  # type: ignore[misc]
         return make_app(app, engine, desk, settings.stop_s)
 
     def _when_ready(self, server: Any) -> None:
+        if self._keys is None and self._settings.host not in LOOPBACK:
+            log.warning("whoever reaches %s can use the models: --api-keys", self._settings.host)
         for listener in server.LISTENERS:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_CLIENT_MS)
             host, port = listener.getsockname()[:2]
