@@ -92,7 +92,6 @@ class Ours:
         self._slots: dict[bytes, int] = {}
         self._rows: dict[int, tuple[bytes, int]] = {}
         self._used_blocks = 0
-        self._generation = 0
 
     def longest(self, names: list[bytes], now_s: int) -> int:
         """As in Cache."""
@@ -114,13 +113,11 @@ class Ours:
         self._slots[names[-1]] = slot
         self._rows[slot] = names[-1], len(names)
         self._used_blocks += len(names)
-        self._generation += 1
         tokens, size_bytes = len(names) * BLOCK_TOKENS, len(names) * BLOCK_BYTES
         self._residents.enter(
             slot,
             Entry(
                 tier=_TIER,
-                mark=self._generation,
                 tokens=tokens,
                 gain_ms_per_byte=policy.gain_ms_per_byte(tokens, size_bytes, policy.Speed()),
                 made_unix_s=now_s,

@@ -23,8 +23,8 @@ Invariants
         index, so who has seen the new number has not seen them.
     I6  A pinned row leaves by Evict, or where it does not verify, and not otherwise.
     I7  Nothing here has a clock, a lock or a sleep of its own: time is an argument.
-Leans on: a lane runs its jobs in order, so a slab that leaves and one of the same key that comes do not
-meet.
+Leans on: a lane runs its jobs in order, so a slab that leaves and one of the same key that comes later do
+not meet; and one that came earlier is refused when its link is heard of.
 Leaves out: how messages come and go, who lives (server), what bytes mean (kvc).
 """
 
@@ -590,8 +590,10 @@ class Coordinator:
             return
         self._reservations.advance(reservation, Event.LINKED)
         if reservation.forget < self._forget:
-            self._release(state, handover.key, 0)
-            self._refuse(reservation, handover, "forgotten")
+            self._refuse(reservation, handover, "forgotten")  # Its file goes: _take_back.
+        elif any(key == handover.key for key, _ in state.leaving):
+            # A row of this key left when the link was done already: the removal behind it takes this file.
+            self._refuse(reservation, handover, "a row of its key was just leaving")
         elif self._enter(state, done.slab, reservation.base):
             self._count(f"saves_{done.slab.head.meta.save_reason.name.lower()}")
             self._end(reservation, Event.INDEXED, handover.key)
@@ -775,16 +777,18 @@ class Coordinator:
             self._release(state, row.key, row.slab_bytes)
             return False
         entry = self._entry(row, slab, published)
-        for gone in (published.evicted, published.replaced):
-            if gone is not None:
-                # A row that replaces its like lies under the same name.
-                self._forget_row(gone, keep_file=(gone.row.key, gone.row.tier) == (row.key, row.tier))
+        if published.evicted is not None:
+            self._forget_row(published.evicted, keep_file=False)
         self._order.enter(published.slot, entry)
-        if entry.flags & PINNED and not slab.is_pinned:
-            state.lane.submit(SetPin(row.key, True))
         state.used_bytes += row.slab_bytes
         state.rows += 1
         self._descend(published.slot, row.text_bytes, made_from)
+        if (before := published.replaced) is not None:
+            self._order.succeed(published.slot, before.slot)
+            # A row that replaces its like lies under the same name.
+            self._forget_row(before, keep_file=before.row.tier == row.tier)
+        if entry.flags & PINNED and not slab.is_pinned:
+            state.lane.submit(SetPin(row.key, True))
         return True
 
     def _entry(self, row: Row, slab: Slab, published: Published) -> Entry:
@@ -797,7 +801,6 @@ class Coordinator:
             used_unix_s = max(used_unix_s, self._order.used_unix_s[before.slot])
         return Entry(
             tier=row.tier,
-            mark=published.word >> 8 & 0xFFFFFFFF,
             tokens=row.token_count,
             gain_ms_per_byte=gain_ms_per_byte(row.token_count, row.slab_bytes, Speed()),
             made_unix_s=min(meta.created_unix_s, now_s),

@@ -9,16 +9,18 @@
 A use also warms what the row was made from, where that is a head or has other descendants. A new row cools
 the plain waypoints that it was made from, unless somebody else used them.
 
-Arrays beside those of UseOrder, 34 bytes a slot, and 8 more where tenants have lists of their own:
+Arrays beside those of UseOrder, 50 bytes a slot, and 8 more where tenants have lists of their own:
 
-    mark         u32  low half of the row's generation: a slot that was used again is another row
+    base         u32  slot of the row it was made from, or NONE; of the next one up where that has left
+    children     u32  rows right below this one, by `base`
+    first_child, next_sibling, prev_sibling    u32 each: these rows, so that they can be told when it leaves
     made_unix_s  u32
     tokens       u32
     gain         f32  milliseconds that a use spares, over the row's bytes
     place        u32  where the row stands among its tier's members, which are 4 bytes each
     members      u32
     tenant       u32  number of its list among the tenants'
-    tier         u8   _NOWHERE: no row is there
+    tier         u8   _NOWHERE where no row is
     flags        u8   HEAD, PINNED
     situation    u8   see below
     extended     u8   longer rows that were made from it so far, up to 3
@@ -34,7 +36,8 @@ Owner: the coordinator's thread. Readers: the same thread only; `bench eviction`
 Invariants
     I1  A slot is entered and left in turn; between the two it is in its tier's list and among its members.
     I2  A pinned row is never named.
-    I3  `leaving` names each other row of the tier once, if it is asked long enough.
+    I3  A row's ancestors are rows that are here: what leaves hands its children up.
+    I4  `leaving` names each other row of the tier once, if it is asked long enough.
 Leans on: each row is longer than the one it was made from, so a walk up ends.
 Leaves out: budgets, and rows that a save in flight needs (coordinator).
 """
@@ -49,12 +52,13 @@ import msgspec
 
 from shmcache import policy
 from shmcache.config import Eviction
-from shmcache.lru import NONE, Lists, UseOrder
+from shmcache.lru import Lists, UseOrder
 
+NONE = 0xFFFFFFFF
 HEAD = 1
 PINNED = 2
 
-SAMPLE = 32
+SAMPLE = 64
 TURN_TOKENS = 2_048
 
 _SITUATIONS = 16
@@ -64,10 +68,9 @@ _NOWHERE = 255
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a row that enters. mark: low half of its generation; tenant: any number."""
+    """What is known of a row that enters. tenant: any number."""
 
     tier: int
-    mark: int
     tokens: int
     gain_ms_per_byte: float
     made_unix_s: int
@@ -85,7 +88,7 @@ class Experience:
     """
 
     MOST_ROWS = 200
-    LAST_USES = 128
+    LAST_USES = 256
     # What is expected before there is any: of three rows one, after 100 s, as firmly as 8 uses would say it.
     FIRST_CHANCE = (1.0, 3.0)
     FIRST_GAP_S = 100.0
@@ -135,7 +138,11 @@ class Residents(UseOrder):
         """by_tenant: `leaving` may be asked for the rows of one tenant."""
         super().__init__(slots, tiers)
         self._kind = kind
-        self.mark = array("I", [0]) * slots
+        self.base = array("I", [NONE]) * slots
+        self.children = array("I", [0]) * slots
+        self._first_child = array("I", [NONE]) * slots
+        self._next_sibling = array("I", [NONE]) * slots
+        self._prev_sibling = array("I", [NONE]) * slots
         self.made_unix_s = array("I", [0]) * slots
         self.tier = array("B", [_NOWHERE]) * slots
         self.flags = array("B", [0]) * slots
@@ -156,7 +163,6 @@ class Residents(UseOrder):
     def enter(self, slot: int, entry: Entry) -> None:
         """A row is published in this slot."""
         self.add(slot, entry.tier, entry.used_unix_s, entry.uses)
-        self.mark[slot] = entry.mark
         self.made_unix_s[slot] = entry.made_unix_s
         self.tier[slot] = entry.tier
         self.flags[slot] = entry.flags
@@ -174,10 +180,7 @@ class Residents(UseOrder):
 
     def leave(self, slot: int) -> None:
         """The row of this slot is published no more."""
-        above = self._above(slot)
-        if above != NONE:
-            self.children[above] -= 1
-        self.base[slot] = NONE
+        self._hand_up(slot)
         self.remove(slot)
         if self._by_tenant is not None:
             self._by_tenant.remove(slot)
@@ -209,8 +212,7 @@ class Residents(UseOrder):
 
     def descend(self, slot: int, above: int) -> None:
         """The row was made from the one in `above`, which is shorter; plain waypoints on the way cool."""
-        self.base[slot], self.base_mark[slot] = above, self.mark[above]
-        self.children[above] += 1
+        self._put_below(slot, above)
         self._extended[above] = min(_FEW, self._extended[above] + 1)
         if self.hits[above]:
             self._move(above, _used(self.hits[above], self._extended[above]))
@@ -224,8 +226,14 @@ class Residents(UseOrder):
 
     def ancestors(self, slot: int) -> Iterator[int]:
         """The rows that this one was made from, nearest first, as far as they are still here."""
-        while (slot := self._above(slot)) != NONE:
+        while (slot := self.base[slot]) != NONE:
             yield slot
+
+    def succeed(self, slot: int, before: int) -> None:
+        """The row in `slot` takes the place of another with the same text: that one's children come along."""
+        while (child := self._first_child[before]) != NONE:
+            self._take_out(child)
+            self._put_below(child, slot)
 
     # ---- who leaves
 
@@ -287,10 +295,38 @@ class Residents(UseOrder):
 
     # ---- what a row is
 
-    def _above(self, slot: int) -> int:
+    def _put_below(self, slot: int, above: int) -> None:
+        first = self._first_child[above]
+        if first != NONE:
+            self._prev_sibling[first] = slot
+        self._next_sibling[slot], self._prev_sibling[slot] = first, NONE
+        self._first_child[above] = slot
+        self.base[slot] = above
+        self.children[above] += 1
+
+    def _take_out(self, slot: int) -> None:
+        """From its siblings, if it is below anything."""
         above = self.base[slot]
-        is_here = above != NONE and self.tier[above] != _NOWHERE and self.mark[above] == self.base_mark[slot]
-        return above if is_here else NONE
+        if above == NONE:
+            return
+        before, after = self._prev_sibling[slot], self._next_sibling[slot]
+        if before != NONE:
+            self._next_sibling[before] = after
+        else:
+            self._first_child[above] = after
+        if after != NONE:
+            self._prev_sibling[after] = before
+        self.base[slot] = NONE
+        self.children[above] -= 1
+
+    def _hand_up(self, slot: int) -> None:
+        """What was made from it stands below what it was made from itself."""
+        above = self.base[slot]
+        self._take_out(slot)
+        while (child := self._first_child[slot]) != NONE:
+            self._take_out(child)
+            if above != NONE:
+                self._put_below(child, above)
 
     def _is_plain(self, slot: int) -> bool:
         """Neither a head nor used by more than the one who went on from it."""

@@ -1,29 +1,23 @@
-"""Order of use of an index's rows: which row of this tier has been without use the longest?
+"""Order of use of a table's entries: which entry of this list has been without use the longest?
 
-Doubly linked lists over the index's slots, one list a tier, and beside them what eviction must know
-of a row: hits, and the row that it was made from. Arrays, not objects: 28 bytes a slot, of which the lists
-alone take 8.
+Doubly linked lists over the table's slots. Arrays, not objects: 16 bytes a slot, of which the lists alone
+take 8.
 
-    prev, next   u32 each   neighbours in the tier's list; the list ends are slots behind the table
-    base         u32        slot of the row it was made from, or NONE
-    base_mark    u32        low half of that row's generation: a slot that was used again is not it
-    children     u32        rows that were made from this one and are still here
+    prev, next   u32 each   neighbours in the slot's list; the list ends are slots behind the table
     hits         u32        touches received
     used_unix_s  u32        last touch
 
 Owner: the coordinator's thread. Readers: the same thread only.
 Invariants
-    I1  Every slot of a published row is in exactly one list; no other slot is in any.
-    I2  A list runs from the coldest row to the one used last.
-Leaves out: budgets, protection of rows in use (coordinator).
+    I1  Every slot that was added and not removed is in exactly one list; no other slot is in any.
+    I2  A list runs from the coldest slot to the one used last.
+Leaves out: what else is known of a row (eviction), budgets and rows in use (coordinator).
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-
-NONE = 0xFFFFFFFF
 
 
 class Lists:
@@ -78,13 +72,10 @@ class Lists:
 
 
 class UseOrder(Lists):
-    """Lists of slots by last use, with hits and descent."""
+    """Lists of slots by last use, with hits."""
 
     def __init__(self, slots: int, lists: int) -> None:
         super().__init__(slots, lists)
-        self.base = array("I", [NONE]) * slots
-        self.base_mark = array("I", [0]) * slots
-        self.children = array("I", [0]) * slots
         self.hits = array("I", [0]) * slots
         self.used_unix_s = array("I", [0]) * slots
 
@@ -92,6 +83,4 @@ class UseOrder(Lists):
         """Enter a slot whose row is new at the warm end of list `number`."""
         self.hits[slot] = hits
         self.used_unix_s[slot] = used_unix_s
-        self.base[slot] = NONE
-        self.children[slot] = 0
         self.insert(slot, number)

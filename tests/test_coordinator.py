@@ -30,6 +30,7 @@ from shmcache.protocol import (
     Await,
     Cancel,
     Drop,
+    Evict,
     Extend,
     Outcome,
     Plan,
@@ -786,14 +787,13 @@ def test_a_forgotten_sequence_saves_nothing_at_any_step(desk: Desk) -> None:
     assert kinds(desk.reserve(A, forget=3)) == ["forgotten"]
     token = desk.grant(A, forget=4)
     desk.put(A, token, forget=4)
-    desk.coordinator._forget = 5  # a forget command between reserve and written
-    outcome = desk.written(A, token)
-    assert (outcome.published, outcome.why) == (False, "forgotten")
+    desk.tell(Evict(**desk.head(9, NO_MAILBOX), keys=[]))  # between reserve and written
+    assert not desk.written(A, token).published
 
     token = desk.grant(B, forget=5)
     desk.put(B, token, forget=5)
     desk.tell(Written(**desk.head(1), token=token, key=key_of(B)))
-    desk.coordinator._forget = 6  # and one while it is being linked
+    desk.tell(Evict(**desk.head(9, NO_MAILBOX), keys=[]))  # and while it is being linked
     desk.run()
     assert desk.keys() == desk.files() == set()
     assert desk.waiting() == []
@@ -1172,6 +1172,24 @@ def test_a_touch_of_a_slots_former_row_is_dropped(desk: Desk) -> None:
     again = desk.index.get(key_of(A))
     assert again is not None
     assert desk.coordinator._order.hits[again.slot] == 0
+
+
+def test_a_slab_that_was_linked_before_its_like_left_is_no_row_without_a_file(desk: Desk) -> None:
+    """Two of one key came from another coordinator's workers; the removal of the one takes both."""
+    desk.put(A, 5)
+    desk.put(A, 6)
+    desk.restart()
+    desk.lane.step()
+    desk.coordinator.outcomes(NOW)
+    found = desk.index.get(key_of(A))
+    assert found is not None
+    desk.tell(Drop(**desk.head(1, NO_MAILBOX), key=key_of(A), word=found.word, why=""))
+    desk.lane.step()
+    desk.coordinator.outcomes(NOW)
+    assert desk.index.get(key_of(A)) is None, "its file is about to go"
+    desk.run()
+    assert desk.files() == set()
+    assert desk.waiting() == []
 
 
 def test_descent_forgets_rows_that_have_left(desk: Desk) -> None:

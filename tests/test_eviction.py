@@ -6,7 +6,7 @@ from array import array
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -27,7 +27,7 @@ times = st.integers(0, 100_000)
 
 def entry(**changes: object) -> Entry:
     """A row of 1,000 tokens, made just now."""
-    plain = Entry(tier=TIER, mark=1, tokens=1000, gain_ms_per_byte=0.01, made_unix_s=NOW_S, used_unix_s=NOW_S)
+    plain = Entry(tier=TIER, tokens=1000, gain_ms_per_byte=0.01, made_unix_s=NOW_S, used_unix_s=NOW_S)
     return replace(plain, **changes)
 
 
@@ -162,6 +162,7 @@ steps = st.lists(
 
 
 @kinds
+@settings(deadline=None)
 @given(steps=steps)
 def test_whatever_happens_those_that_are_here_are_named_and_no_other(
     kind: Eviction, steps: list[tuple[str, int, int]]
@@ -170,12 +171,12 @@ def test_whatever_happens_those_that_are_here_are_named_and_no_other(
     here: dict[int, int] = {}  # slot → tokens, which only grow on the way down
     pinned: set[int] = set()
     now_s = NOW_S
-    for number, (step, slot, other) in enumerate(steps):
+    for step, slot, other in steps:
         now_s += 7
         if step == "enter" and slot not in here:
             here[slot] = 100 * (other + 1)
             flags = HEAD if other % 5 == 0 else 0
-            made = entry(mark=number, tokens=here[slot], tenant=other % 2, flags=flags, used_unix_s=now_s)
+            made = entry(tokens=here[slot], tenant=other % 2, flags=flags, used_unix_s=now_s)
             rows.enter(slot, made)
             pinned.discard(slot)
         elif step == "leave" and slot in here:
@@ -240,15 +241,31 @@ def test_a_use_warms_heads_and_forks_on_the_way_and_no_plain_waypoint() -> None:
     assert leaving(rows) == [waypoint, branch, other, head, fork, leaf]
 
 
-def test_descent_from_a_slot_that_was_used_again_is_none() -> None:
-    rows = residents(2)
-    rows.descend(1, 0)
-    rows.leave(0)
-    rows.enter(0, entry(mark=2, flags=HEAD))
-    assert list(rows.ancestors(1)) == []
-    assert rows.use(1, NOW_S + 50) == [1]
+def test_what_leaves_hands_its_children_up() -> None:
+    rows = residents(0)
+    for slot in range(5):
+        rows.enter(slot, entry(flags=HEAD if slot == 0 else 0, tokens=100 * (slot + 1)))
+    for slot, above in ((1, 0), (2, 1), (3, 1), (4, 3)):
+        rows.descend(slot, above)
     rows.leave(1)
-    assert rows.children[0] == 0
+    assert [list(rows.ancestors(slot)) for slot in (2, 3, 4)] == [[0], [0], [3, 0]]
+    assert rows.children[0] == 2
+    rows.enter(1, entry())
+    assert list(rows.ancestors(1)) == [], "the slot's next row is another"
+    rows.leave(0)
+    assert [list(rows.ancestors(slot)) for slot in (2, 3, 4)] == [[], [], [3]]
+    rows.leave(4)
+    assert rows.children[3] == 0
+
+
+def test_a_row_that_takes_anothers_place_takes_its_children() -> None:
+    rows = residents(4)
+    rows.descend(1, 0)
+    rows.descend(2, 0)
+    rows.succeed(3, 0)
+    rows.leave(0)
+    assert [list(rows.ancestors(slot)) for slot in (1, 2)] == [[3], [3]]
+    assert rows.children[3] == 2
 
 
 # ---- cost
