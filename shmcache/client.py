@@ -63,6 +63,7 @@ _VERDICT_COUNTERS: dict[VerdictKind, str] = {
     "too_large": "save_dropped_no_space",
     "forgotten": "save_dropped_stale",
     "tier_down": "save_dropped_tier_down",
+    "first_use": "save_first_use",
 }
 
 
@@ -77,12 +78,14 @@ class SavePlan(msgspec.Struct, frozen=True, kw_only=True):
     text_bytes      length of the rendered text, or of what is known of it.
     payload_offset  where the state begins in the slab: kvc.head_bytes of the most it may hold.
     payload_bytes   upper bound of the state.
+    tenant_hash     whose share of the tier it takes.
     """
 
     address: RowAddress | None
     text_bytes: int
     payload_offset: int
     payload_bytes: int
+    tenant_hash: bytes | None = None
 
 
 class Grants(msgspec.Struct, frozen=True):
@@ -469,6 +472,7 @@ class Cache:
             text_bytes=plan.text_bytes,
             slab_bytes=plan.payload_offset + plan.payload_bytes,
             tier=self.tier,
+            tenant=plan.tenant_hash,
         )
 
     def in_fd(self) -> int:

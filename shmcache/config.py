@@ -32,6 +32,7 @@ SIZES = (
 TIERS = ("ram", "ram_file", "disk")
 DURABILITIES = ("full", "commit", "memory")
 Eviction = Literal["lru", "cost"]
+Admission = Literal["always", "second_use"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_ROWS_LIMIT = 4_000_000
 
@@ -113,6 +114,9 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     tier_rows               most rows of a tier, beside its bytes: a number, or `ram_file=500,disk=20000`.
     max_age                 rows leave when they were made so long ago: `7d`, or `ram_file=12h,disk=7d`;
                             pinned ones do not. None by default.
+    tenant_share            most of a tier's bytes that one tenant holds while others have rows there; 1: all.
+    disk_admission          `second_use` takes a row to disk when it is asked for the second time, or goes on
+                            from one there: prompts that come once never wear the disk out.
     eviction                who leaves a full tier: `lru` the row without use the longest, `cost` the one
                             that is expected to spare the least prefill for its bytes.
     decisions_rows          capacity of the decision table: 16,384 take 7.5 MB of /dev/shm.
@@ -133,6 +137,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int = 65_536
     tier_rows: str = ""
     max_age: str = ""
+    tenant_share: float = 1.0
+    disk_admission: Admission = "always"
     eviction: Eviction = "lru"
     decisions_rows: int = 16_384
     decisions_bytes: int = 4 << 20
@@ -151,6 +157,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"disk_bytes ({self.disk_bytes}) needs disk_dir (none)")
         if not 1 <= self.max_rows <= MAX_ROWS_LIMIT:
             raise ConfigError(f"max_rows ({self.max_rows}) must be between 1 and {MAX_ROWS_LIMIT}")
+        if not 0.0 < self.tenant_share <= 1.0:
+            raise ConfigError(f"tenant_share ({self.tenant_share}) must be above 0 and at most 1")
         self.rows_by_tier()
         self.max_age_s_by_tier()
         if not 1 <= self.decisions_rows <= MAX_ROWS_LIMIT:

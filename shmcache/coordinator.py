@@ -38,12 +38,13 @@ from itertools import islice
 
 import msgspec
 
-from shmcache.config import Eviction
+from shmcache.admission import Asked
+from shmcache.config import Admission, Eviction
 from shmcache.errors import CorruptSlab, ForeignObject, mib
 from shmcache.eviction import HEAD, PINNED, Entry, Residents
 from shmcache.index import Found, IndexWriter, Published, Row
 from shmcache.key import identity_tag
-from shmcache.kvc import HEAD_DETAIL
+from shmcache.kvc import HEAD_DETAIL, Meta
 from shmcache.policy import Speed, gain_ms_per_byte
 from shmcache.protocol import (
     NO_MAILBOX,
@@ -108,6 +109,7 @@ class TierState(msgspec.Struct):
 
     staging_bytes bounds what is in flight to the disk, in /dev/shm; 0 where slabs are made in place.
     max_rows and max_age_s: None where there is no such limit.
+    bytes_of has, by tenant, the bytes of its rows.
     leaving holds, in order, rows that are out of the index and whose unlinking is under way.
     deferred are grants that wait until so many removals have ended.
     """
@@ -119,6 +121,7 @@ class TierState(msgspec.Struct):
     max_age_s: int | None = None
     used_bytes: int = 0
     rows: int = 0
+    bytes_of: dict[int, int] = msgspec.field(default_factory=dict)
     leaving: deque[tuple[bytes, int]] = msgspec.field(default_factory=deque)
     leaving_bytes: int = 0
     removals: int = 0
@@ -146,9 +149,12 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that decide who may stay (config.CoordinatorConfig says what they mean)."""
 
     eviction: Eviction = "lru"
+    tenant_share: float = 1.0
+    disk_admission: Admission = "always"
 
 
 _DEFAULTS = Rules()
+
 
 _Place = tuple[int, int]  # client, mailbox
 
@@ -166,6 +172,7 @@ class Coordinator:
         *,
         rules: Rules = _DEFAULTS,
         store_forget: Callable[[int], None] = lambda _number: None,
+        speed_of: Callable[[int], Speed | None] = lambda _client: None,
     ) -> None:
         """Nothing is adopted yet.
 
@@ -177,6 +184,7 @@ class Coordinator:
             unnamed_bytes: by client, the bytes without a name that each worker says it holds.
             rules: who may stay.
             store_forget: shows the forget number to all workers.
+            speed_of: what is measured of a worker's speed, None as long as nothing is.
         """
         self._index = index
         self._tiers = {state.number: state for state in tiers}
@@ -189,7 +197,12 @@ class Coordinator:
         self._held: dict[int, int] = {}
         self._held_before: dict[int, int] = {}
         self._reservations = Reservations()
-        self._order = Residents(index.slots, len(Tier), rules.eviction)
+        self._rules = rules
+        self._order = Residents(index.slots, len(Tier), rules.eviction, by_tenant=rules.tenant_share < 1)
+        self._tenants: dict[bytes | None, int] = {}
+        self._asked = Asked(index.max_rows) if rules.disk_admission == "second_use" else None
+        self._speed_of = speed_of
+        self._speeds: dict[int, Speed] = {}
         # Who waits for a key (Await) or for a token (Written): place and request. Only those still
         # parked are answered.
         self._waiters: dict[bytes | int, list[tuple[_Place, int]]] = {}
@@ -273,6 +286,9 @@ class Coordinator:
         if plan.slab_bytes > tier.budget_bytes:
             self._count("dropped_too_large")
             return Verdict("too_large", free_bytes=tier.budget_bytes)
+        if plan.tier is Tier.DISK and not self._is_admitted(plan, made_from):
+            self._count("dropped_first_use")
+            return Verdict("first_use")
         reservation = Reservation(
             token=random.getrandbits(63),
             client=request.client,
@@ -284,7 +300,7 @@ class Coordinator:
         )
         # Opened before room is made, so that I3 covers the row that this very save extends.
         self._reservations.open(reservation)
-        if not self._has_room(tier):
+        if not self._has_room(tier, plan.tenant):
             self._reservations.advance(reservation, Event.LET_GO)
             self._count("dropped_no_space")
             return Verdict("no_space", free_bytes=max(0, self._free_bytes(tier)))
@@ -303,7 +319,7 @@ class Coordinator:
             return Verdict("too_large", free_bytes=tier.budget_bytes)
         before_bytes = reservation.charged_bytes
         self._reservations.extend(reservation, max(before_bytes, request.slab_bytes))
-        if not self._has_room(tier):
+        if not self._has_room(tier, reservation.plan.tenant):
             self._reservations.extend(reservation, before_bytes)
             return Verdict("no_space", free_bytes=max(0, self._free_bytes(tier)))
         return Verdict("granted", reservation.token)
@@ -589,6 +605,7 @@ class Coordinator:
             self._refuse(reservation, handover, done.error)
             return
         self._reservations.advance(reservation, Event.LINKED)
+        self._note_speed(reservation.client, done.slab.head.meta)
         if reservation.forget < self._forget:
             self._refuse(reservation, handover, "forgotten")  # Its file goes: _take_back.
         elif any(key == handover.key for key, _ in state.leaving):
@@ -599,6 +616,11 @@ class Coordinator:
             self._end(reservation, Event.INDEXED, handover.key)
         else:
             self._refuse(reservation, handover, "the index has no room")
+
+    def _note_speed(self, client: int, meta: Meta) -> None:
+        """The model's rows are worth what its workers measure."""
+        if (speed := self._speed_of(client)) is not None:
+            self._speeds[identity_tag(meta.model_fp, meta.ctx_params_hash)] = speed
 
     def _mismatch(self, reservation: Reservation, slab: Slab) -> str:
         """Why a checked slab is not what was reserved; empty if it is."""
@@ -678,7 +700,7 @@ class Coordinator:
             asked=0,
             forget=handover.forget,
             base=meta.base_key,
-            plan=Plan(key, meta.block_key, meta.text_bytes, slab.slab_bytes, state.number),
+            plan=Plan(key, meta.block_key, meta.text_bytes, slab.slab_bytes, state.number, meta.tenant_hash),
             charged_bytes=slab.slab_bytes,
             named=meta.key,
         )
@@ -688,7 +710,7 @@ class Coordinator:
             self._refuse(reservation, handover, "present already")
         elif reservation.forget < self._forget:
             self._refuse(reservation, handover, "forgotten")
-        elif not self._make_room(state):
+        elif not self._make_room(state, self._tenant(meta.tenant_hash)):
             self._refuse(reservation, handover, "no space")
         else:
             self._reservations.advance(reservation, Event.CHECKED)
@@ -782,6 +804,7 @@ class Coordinator:
         self._order.enter(published.slot, entry)
         state.used_bytes += row.slab_bytes
         state.rows += 1
+        state.bytes_of[entry.tenant] = state.bytes_of.get(entry.tenant, 0) + row.slab_bytes
         self._descend(published.slot, row.text_bytes, made_from)
         if (before := published.replaced) is not None:
             self._order.succeed(published.slot, before.slot)
@@ -795,6 +818,7 @@ class Coordinator:
         """What eviction has to know; a row that replaces another of its key inherits its uses."""
         meta, now_s = slab.head.meta, self._now.unix_s
         # A file may say anything of its times; the future is not believed.
+        speed = self._speeds.get(row.identity_tag, Speed())
         uses, used_unix_s = meta.hit_count, min(meta.last_used_unix_s, now_s)
         if (before := published.replaced) is not None:
             uses = max(uses, self._order.hits[before.slot])
@@ -802,11 +826,12 @@ class Coordinator:
         return Entry(
             tier=row.tier,
             tokens=row.token_count,
-            gain_ms_per_byte=gain_ms_per_byte(row.token_count, row.slab_bytes, Speed()),
+            gain_ms_per_byte=gain_ms_per_byte(row.token_count, row.slab_bytes, speed),
             made_unix_s=min(meta.created_unix_s, now_s),
             used_unix_s=used_unix_s,
             uses=uses,
             flags=row.flags | self._pin_flag(slab, published.replaced),
+            tenant=self._tenant(meta.tenant_hash),
         )
 
     def _pin_flag(self, slab: Slab, before: Found | None) -> int:
@@ -821,32 +846,84 @@ class Coordinator:
         if above is not None and above.row.text_bytes < text_bytes:
             self._order.descend(slot, above.slot)
 
-    def _has_room(self, state: TierState) -> bool:
+    def _has_room(self, state: TierState, tenant: bytes | None) -> bool:
         """Whether what has just been charged fits: on its way, and where it goes."""
         staged_bytes = self._reservations.charged_bytes(state.number) if state.staging_bytes else 0
-        return staged_bytes <= state.staging_bytes and self._make_room(state)
+        return staged_bytes <= state.staging_bytes and self._make_room(state, self._tenant(tenant))
 
-    def _make_room(self, state: TierState) -> bool:
-        """Evict until the tier is within its budgets; nothing if that cannot be."""
-        victims, is_enough = self._victims(state)
+    def _make_room(self, state: TierState, tenant: int | None = None) -> bool:
+        """Evict until the tier is within its budgets; nothing if that cannot be. tenant: who needs it."""
+        victims, is_enough = self._victims(state, tenant)
         if is_enough:
             self._evict(victims)
         return is_enough
 
-    def _victims(self, state: TierState) -> tuple[list[Found], bool]:
+    def _victims(self, state: TierState, tenant: int | None = None) -> tuple[list[Found], bool]:
         """The first rows to leave that may, as many as are needed, and whether that is enough."""
         short_bytes, short_rows = -self._free_bytes(state), self._rows_over(state)
         victims: list[Found] = []
         if short_bytes <= 0 and short_rows <= 0:
             return victims, True
         protected = self._protected()
-        for slot in self._order.leaving(state.number, self._now.unix_s):
+        for slot in self._in_turn(state, tenant):
             if slot not in protected and (found := self._index.at(slot)) is not None:
                 victims.append(found)
                 short_bytes -= found.row.slab_bytes
                 if short_bytes <= 0 and len(victims) >= short_rows:
                     return victims, True
         return victims, False
+
+    def _in_turn(self, state: TierState, tenant: int | None) -> Iterator[int]:
+        """Who leaves for a tenant: its own rows where it is over its share, else first of those who are over.
+
+        Whoever is alone in a tier has no share to keep to.
+        """
+        now_s = self._now.unix_s
+        if tenant is None or self._rules.tenant_share >= 1:
+            return self._order.leaving(state.number, now_s)
+        share_bytes = int(self._rules.tenant_share * state.budget_bytes)
+        held = self._held_by_tenant(state)
+        if len(held) > 1 and held.get(tenant, 0) > share_bytes:
+            return self._order.leaving(state.number, now_s, tenant)
+        over = sorted((share_bytes - size, other) for other, size in held.items() if size > share_bytes)
+        return self._over_first(state, {other: -less for less, other in over})
+
+    def _over_first(self, state: TierState, over: Mapping[int, int]) -> Iterator[int]:
+        """Rows of tenants that hold so many bytes too many, until they do not, and then all others."""
+        named = set()
+        for tenant, excess in over.items():
+            excess_bytes = excess
+            for slot in self._order.leaving(state.number, self._now.unix_s, tenant):
+                if excess_bytes <= 0:
+                    break
+                if (found := self._index.at(slot)) is not None:
+                    excess_bytes -= found.row.slab_bytes
+                    named.add(slot)
+                    yield slot
+        for slot in self._order.leaving(state.number, self._now.unix_s):
+            if slot not in named:
+                yield slot
+
+    def _held_by_tenant(self, state: TierState) -> dict[int, int]:
+        """Bytes of each tenant's rows and saves in flight."""
+        held = dict(state.bytes_of)
+        for reservation in self._reservations:
+            if reservation.plan.tier is state.number:
+                tenant = self._tenant(reservation.plan.tenant)
+                held[tenant] = held.get(tenant, 0) + reservation.charged_bytes
+        return held
+
+    def _tenant(self, tenant_hash: bytes | None) -> int:
+        """A tenant's number, for as long as this coordinator runs."""
+        return self._tenants.setdefault(tenant_hash, len(self._tenants))
+
+    def _is_admitted(self, plan: Plan, made_from: bytes | None) -> bool:
+        """Whether a row may go to disk: it was asked for before, or goes on from one that is no head."""
+        if self._asked is None:
+            return True
+        base = self._index.get(made_from) if made_from is not None else None
+        goes_on = base is not None and not base.row.flags & HEAD
+        return goes_on or (plan.key is not None and self._asked.again(plan.key))
 
     def _rows_over(self, state: TierState) -> int:
         """How many rows a tier has too many, those that are being saved included."""
@@ -930,11 +1007,15 @@ class Coordinator:
 
     def _forget_row(self, found: Found, *, keep_file: bool) -> None:
         """A row has left the index: its place, its bytes and its file go too."""
+        tenant = self._order.tenant[found.slot]
         self._order.leave(found.slot)
         self._used_since_stored.discard(found.slot)
         state = self._tiers[Tier(found.row.tier)]
         state.used_bytes -= found.row.slab_bytes
         state.rows -= 1
+        state.bytes_of[tenant] -= found.row.slab_bytes
+        if not state.bytes_of[tenant]:
+            del state.bytes_of[tenant]
         if not keep_file:
             self._release(state, found.row.key, found.row.slab_bytes)
 

@@ -19,7 +19,7 @@ Arrays beside those of UseOrder, 50 bytes a slot, and 8 more where tenants have 
     gain         f32  milliseconds that a use spares, over the row's bytes
     place        u32  where the row stands among its tier's members, which are 4 bytes each
     members      u32
-    tenant       u32  number of its list among the tenants'
+    tenant       u32  whose it is
     tier         u8   _NOWHERE where no row is
     flags        u8   HEAD, PINNED
     situation    u8   see below
@@ -153,7 +153,7 @@ class Residents(UseOrder):
         self._place = array("I", [0]) * slots
         self._members = [array("I") for _ in range(tiers)]
         self._drawn = [0] * tiers
-        self._tenant = array("I", [0]) * slots
+        self.tenant = array("I", [0]) * slots
         self._by_tenant = Lists(slots, 0) if by_tenant else None
         self._tenant_lists: dict[tuple[int, int], int] = {}
         self._experience = Experience()
@@ -172,9 +172,9 @@ class Residents(UseOrder):
         members = self._members[entry.tier]
         self._place[slot] = len(members)
         members.append(slot)
+        self.tenant[slot] = entry.tenant
         if self._by_tenant is not None:
-            self._tenant[slot] = self._tenant_list(entry.tier, entry.tenant)
-            self._by_tenant.insert(slot, self._tenant[slot])
+            self._by_tenant.insert(slot, self._tenant_list(entry.tier, entry.tenant))
         self._situation[slot] = _used(entry.uses, 0) if entry.uses else _unused(_NEW, entry.tokens)
         self._experience.entered(self._situation[slot])
 
@@ -203,7 +203,7 @@ class Residents(UseOrder):
             self.used_unix_s[warm] = now_unix_s
             self.warm(warm, self.tier[warm])
             if self._by_tenant is not None:
-                self._by_tenant.warm(warm, self._tenant[warm])
+                self._by_tenant.warm(warm, self._tenant_list(self.tier[warm], self.tenant[warm]))
         return warmed
 
     def pin(self, slot: int, *, pinned: bool) -> None:
@@ -222,7 +222,8 @@ class Residents(UseOrder):
             if self.children[waypoint] <= 1 and self._is_plain(waypoint):
                 self.cool(waypoint, self.tier[waypoint])
                 if self._by_tenant is not None:
-                    self._by_tenant.cool(waypoint, self._tenant[waypoint])
+                    number = self._tenant_list(self.tier[waypoint], self.tenant[waypoint])
+                    self._by_tenant.cool(waypoint, number)
 
     def ancestors(self, slot: int) -> Iterator[int]:
         """The rows that this one was made from, nearest first, as far as they are still here."""

@@ -129,7 +129,10 @@ STAT_NAMES = (
     "expired",
     "forgotten",
     *(f"saves_{reason}" for reason in ("unknown", "cold", "continued", "evict", "shutdown", "finish")),
-    *(f"dropped_{why}" for why in ("no_space", "too_large", "forgotten", "refused", "tier_down")),
+    *(
+        f"dropped_{why}"
+        for why in ("no_space", "too_large", "forgotten", "refused", "tier_down", "first_use")
+    ),
     *(f"saves_{state}" for state in ("reserved", "published", "abandoned", "in_flight")),
     "overtaken",
     *(f"{what}_{tier}" for tier in ("ram", "ram_file", "disk") for what in ("is_down", "downs")),

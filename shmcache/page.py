@@ -98,6 +98,10 @@ COUNTERS = (
     "save_dropped_cancelled",
     "save_dropped_failed",
     "foreign_objects",
+    "prefill_us",
+    "restore_us",
+    "restored_bytes",
+    "save_first_use",
 )
 COUNTER_INDEX = {name: index for index, name in enumerate(COUNTERS)}
 

@@ -36,6 +36,7 @@ MAX_PLANS = 16
 VERSION = 2
 
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+TenantHash = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 
@@ -53,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
     slab_bytes is an upper bound of the whole file, metadata included, and what the reservation
     charges. key and block_key are None where the text is not known yet: a reply in the making has
-    its bytes reserved, and its key when it is written.
+    its bytes reserved, and its key when it is written. tenant: whose share of the tier it takes.
     """
 
     key: Key | None
@@ -61,6 +62,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     text_bytes: Size
     slab_bytes: Size
     tier: Tier
+    tenant: TenantHash | None = None
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -218,7 +220,9 @@ class Prune(Request, frozen=True, tag="prune"):
 DecisionRequest = Claim | AwaitClaims | Add | Release | Renew | Delete | Clear | Prune
 AnyRequest = Reserve | Extend | Written | Await | Cancel | Drop | Evict | Pin | DecisionRequest
 
-VerdictKind = Literal["granted", "present", "held", "no_space", "too_large", "forgotten", "tier_down"]
+VerdictKind = Literal[
+    "granted", "present", "held", "no_space", "too_large", "forgotten", "tier_down", "first_use"
+]
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):

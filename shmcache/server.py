@@ -61,6 +61,7 @@ from shmcache.errors import (
 )
 from shmcache.mq import ServerQueue
 from shmcache.page import ClientPage, Word, remove_if_dead
+from shmcache.policy import Speed
 from shmcache.protocol import AnyRequest, Cancel, DecisionRequest, Tier
 from shmcache.shm import SHM_ROOT, Names
 from shmcache.tiers import base
@@ -79,6 +80,7 @@ SWEEP_S = 30.0
 STORE_USE_S = 60.0
 STUCK_S = 60.0
 LET_GO_S = 2.0  # an idle worker lets go of an index within half a second
+MEASURED_TOKENS = 1_000  # of prefill, before a worker's speed is believed
 _MESSAGES_A_TURN = 256
 _PAGE = re.compile(r"[0-9a-f]{16}")
 
@@ -139,6 +141,18 @@ class Clients:
     def unnamed_bytes(self) -> dict[int, int]:
         """By client, the bytes without a name that it states."""
         return {client: known.page.words[Word.UNNAMED] for client, known in self._known.items()}
+
+    def speed(self, client: int) -> Speed | None:
+        """How fast this worker computes and restores, once it has done some of both; None before."""
+        known = self._known.get(client)
+        counted = known.page.counters() if known is not None else {}
+        if not counted or counted["prefilled_tokens"] < MEASURED_TOKENS:
+            return None
+        prefill_ms_per_token = counted["prefill_us"] / 1000 / counted["prefilled_tokens"]
+        restored_mib = counted["restored_bytes"] / MIB
+        if restored_mib < 1:
+            return Speed(prefill_ms_per_token=prefill_ms_per_token)
+        return Speed(prefill_ms_per_token, counted["restore_us"] / 1000 / restored_mib)
 
     def drain_touches(self) -> Iterator[list[int]]:
         """Touch words of each worker since the last call."""
@@ -216,7 +230,12 @@ class Server:
                 epoch,
                 self._control.forget,
                 self._clients.unnamed_bytes,
-                rules=Rules(eviction=settings.eviction),
+                rules=Rules(
+                    eviction=settings.eviction,
+                    tenant_share=settings.tenant_share,
+                    disk_admission=settings.disk_admission,
+                ),
+                speed_of=self._clients.speed,
                 store_forget=self._control.store_forget,
             )
             decisions = stack.enter_context(_segment(names.decisions_segment(epoch), table_bytes(settings)))
@@ -608,6 +627,17 @@ def arguments() -> argparse.ArgumentParser:
         "--max-age",
         metavar="AGE",
         help="rows leave so long after they were made, as 12h or ram_file=12h,disk=7d; default: never",
+    )
+    parser.add_argument(
+        "--tenant-share",
+        type=float,
+        metavar="SHARE",
+        help="most of a tier that one tenant holds while others want it, as 0.25; default: 1",
+    )
+    parser.add_argument(
+        "--disk-admission",
+        choices=get_args(config.Admission),
+        help="what goes to disk: always (default), or second_use, which keeps one-time prompts off it",
     )
     parser.add_argument(
         "--eviction",

@@ -26,6 +26,7 @@ LAYERS: dict[str, str] = {
     "kvc": "key",
     "policy": "",
     "lru": "",
+    "admission": "",
     "eviction": "policy lru",
     "protocol": "key",
     "mq": "key shm protocol",
@@ -40,7 +41,7 @@ LAYERS: dict[str, str] = {
     "decisions.table": "slots",
     "decisions.db": "shm decisions.table",
     "view": "shm key kvc protocol control page index tiers",
-    "coordinator": "policy reservation eviction protocol key kvc index tiers page control",
+    "coordinator": "policy reservation eviction admission protocol key kvc index tiers page control",
     "decisions.arbiter": "claims coordinator lru protocol slots decisions.table decisions.db",
     "decisions.service": "control coordinator page protocol decisions.arbiter decisions.table decisions.db",
     "connection": "shm protocol mq control page index decisions.table",
@@ -49,8 +50,8 @@ LAYERS: dict[str, str] = {
     "observe": "protocol page view",
     "check": "shm protocol index slab tiers view",
     "decisions": "connection protocol page decisions.table",
-    "server": "coordinator decisions.service connection shm key kvc protocol mq control page index slab "
-    "tiers",
+    "server": "coordinator policy decisions.service connection shm key kvc protocol mq control page index "
+    "slab tiers",
     "workers": "shm key identity kvc policy page slab client decisions",
     "workers.serve": "workers key identity client observe decisions",
     "tools": "shm key identity kvc policy protocol mq control page index connection client view observe "

@@ -57,7 +57,7 @@ MOST = (1 << 63) - 1
 KEY = b"k" * 32
 DECISION_KEY = b"k" * 16
 HEAD = Head(epoch=MOST, client=MOST, mailbox=page.MAILBOXES - 1, request=MOST)
-PLAN = Plan(KEY, KEY, 1 << 48, 1 << 48, Tier.DISK)
+PLAN = Plan(KEY, KEY, 1 << 48, 1 << 48, Tier.DISK, bytes(16))
 REQUESTS: list[AnyRequest] = [
     Reserve(**HEAD, forget=MOST, base=KEY, plans=[PLAN] * MAX_PLANS),
     Reserve(**HEAD, forget=0, base=None, plans=[Plan(None, None, 0, 1, Tier.RAM_FILE)]),

@@ -88,7 +88,13 @@ class Author(msgspec.Struct, frozen=True, kw_only=True):
             text_bytes=text_bytes,
             payload_offset=head_bytes(token_count, len(trail.pieces) + _SPARE_PIECES),
             payload_bytes=self.size.bytes_at(token_count),
+            tenant_hash=self.tenant_hash,
         )
+
+    @property
+    def tenant_hash(self) -> bytes | None:
+        """The tenant as rows name it."""
+        return tenant_hash(self.tenant) if self.tenant is not None else None
 
     def reply_plan(self, token_count: int, most_tokens: int, trail: Trail) -> SavePlan:
         """Plan a row of the trail and a reply: room for the state of `token_count` tokens and the ids of all.
@@ -100,6 +106,7 @@ class Author(msgspec.Struct, frozen=True, kw_only=True):
             text_bytes=len(trail.text),
             payload_offset=head_bytes(most_tokens, len(trail.pieces) + _SPARE_PIECES),
             payload_bytes=self.size.bytes_at(token_count),
+            tenant_hash=self.tenant_hash,
         )
 
     def live_plan(self, trail: Trail) -> SavePlan:
@@ -109,6 +116,7 @@ class Author(msgspec.Struct, frozen=True, kw_only=True):
             text_bytes=len(trail.text),
             payload_offset=head_bytes(len(trail), len(trail.pieces) + _SPARE_PIECES),
             payload_bytes=self.size.bytes_at(len(trail)),
+            tenant_hash=self.tenant_hash,
         )
 
     def meta(self, trail: Trail, reason: Reason, pos_min: int, *, is_head: bool = False) -> Meta:
@@ -136,7 +144,7 @@ class Author(msgspec.Struct, frozen=True, kw_only=True):
             pos_min=pos_min,
             rewindable=self.rewindable,
             model_name=self.model_name,
-            tenant_hash=tenant_hash(self.tenant) if self.tenant is not None else None,
+            tenant_hash=self.tenant_hash,
             layout=self.size.layout,
             base_key=trail.base_key(),
         )

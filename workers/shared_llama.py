@@ -503,11 +503,16 @@ class SharedLlama(llama_cpp.Llama):
 
     def _take(self, request: Request, prompt: Prompt, hit: Hit, joined: Joined) -> Joined:
         """Put a row into the cells, or nothing where it does not fit: the row is dropped then."""
+        began_ns = time.perf_counter_ns()
         fault = self._restore(hit, joined, prompt)
+        restore_us = (time.perf_counter_ns() - began_ns) // 1000
+        restored_bytes = len(hit.image.payload)
         hit.close()
         if fault is None:
             with self._edge.guard("use"):
                 hit.use()
+            self._edge.count("restore_us", restore_us)
+            self._edge.count("restored_bytes", restored_bytes)
             request.source = "shared"
             return joined
         self._edge.drop(hit, fault)
@@ -594,7 +599,9 @@ class SharedLlama(llama_cpp.Llama):
                 self._edge.cancel(slab)
 
     def _decode(self, trail: Trail, tokens: Sequence[int]) -> None:
+        began_ns = time.perf_counter_ns()
         self._cells.decode(trail, tokens)
+        self._edge.count("prefill_us", (time.perf_counter_ns() - began_ns) // 1000)
         self._edge.progress()
 
     def _save(
