@@ -40,7 +40,9 @@ def test_ten_lines_lead_from_nothing_to_an_answer(namespace: str, tiny_model: Pa
 
     def here(text: str) -> str:
         text = text.replace("make setup\n", "").replace("127.0.0.1:8000", f"127.0.0.1:{port}")
-        text = text.replace("serve --model", f"serve --port {port} --llama n_threads=1 --llama n_ctx=128 --model")
+        text = text.replace(
+            "serve --model", f"serve --port {port} --llama n_threads=1 --llama n_ctx=128 --model"
+        )
         text = re.sub(r"\$HOME/\S+\.gguf", str(tiny_model), text)
         return text.replace(".venv/bin/shmcache", f"{Path(sys.executable).parent}/shmcache")
 
