@@ -87,6 +87,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
 }
 """Where each role takes its steps."""
 
+# The lines are those of the code that runs, so they are read before anybody can change the files.
+for _function in {function for functions in FUNCTIONS.values() for function in functions}:
+    linecache.getlines(inspect.unwrap(_function).__code__.co_filename)
+
 
 class KillPoint(NamedTuple):
     """A line, and the step that it takes where it has a name."""
@@ -95,6 +99,11 @@ class KillPoint(NamedTuple):
     code: CodeType
     line: int
     step: str
+
+    @property
+    def comes_once(self) -> bool:
+        """Whether a process comes here only at its start."""
+        return self.step.startswith("start")
 
     def __str__(self) -> str:
         step = f" ({self.step})" if self.step else ""

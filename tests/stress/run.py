@@ -41,6 +41,7 @@ from shmcache.tools import clean
 _PR_SET_CHILD_SUBREAPER = 36
 _REACHED_WITHIN_S = 2.0
 _AT_REST_WITHIN_S = 10.0
+_TRIES = 5
 ROLES = ("coordinator", "writer", "reader")
 
 
@@ -88,6 +89,7 @@ class Run:
         self.kills = 0
         self.reached: Counter[str] = Counter()
         self.named: Counter[str] = Counter()
+        self.missed: list[str] = []
         self.findings: list[str] = []
         self._leaked_bytes = 0
         self._before = {process.pid for process in processes()}
@@ -172,7 +174,7 @@ class Run:
             turn = 0
             while self.kills < self.scale.kills:
                 point = points[turn % len(points)]
-                nth = 1 if turn < len(named) else chosen.randrange(1, 6)
+                nth = 1 if turn < len(named) or point.comes_once else chosen.randrange(1, 6)
                 turn += 1
                 stage.kill(point.role, point, nth, 0)
                 if turn % 4 == 0:
@@ -181,8 +183,17 @@ class Run:
                     self._say(
                         f"kills: {self.kills}, {len(self.reached)} lines, {len(self.findings)} findings"
                     )
+            if turn > len(named):
+                self._kill_where_missed(stage, named)
             stage.stop()
             self._look(space, "after the kills")
+
+    def _kill_where_missed(self, stage: Stage, named: list[KillPoint]) -> None:
+        """A step may not have come within its time, on a machine that has much else to do."""
+        for point in named * _TRIES:
+            if point.step not in self.named:
+                stage.kill(point.role, point, 1, 0)
+        self.missed = sorted({point.step for point in named} - self.named.keys())
 
     def note(self, space: Namespace, when: str) -> bool:
         """check() at rest: what it still says after a while is a finding. Whether there was none."""
@@ -394,7 +405,8 @@ def main(scale: Scale) -> int:
     steps = ", ".join(f"{step} {count}" for step, count in sorted(run.named.items()) if step)
     print(f"kills at named steps: {steps}")
     print(f"kills at {len(run.reached)} lines, in {sum(run.reached.values())} of {run.kills} cases")
+    print(f"named steps without a kill: {', '.join(run.missed) or 'none'}")
     for finding in run.findings:
         print(finding)
     print(json.dumps(report._asdict()), flush=True)
-    return 0 if report.is_good and report.is_enough(scale) else 1
+    return 0 if report.is_good and report.is_enough(scale) and not run.missed else 1

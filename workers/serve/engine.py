@@ -117,6 +117,7 @@ class Engine:
             loop.call_soon_threadsafe(writer.write, frame(reply))
 
         hang_up = self.models.hang_up(job.model)
+        hang_up.begin()  # before anybody can set it
         watch = asyncio.create_task(_until_closed(reader, hang_up))
         self._slot.run(True)
         try:

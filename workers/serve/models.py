@@ -108,7 +108,6 @@ class ServedLlama(SharedLlama):
             self.reset()
         self.completion_tokens = 0
         self._on_first_token = on_first_token
-        self.hang_up.begin()
         try:
             yield
         finally:
