@@ -411,9 +411,12 @@ def parse(view: memoryview) -> Image:
     )
 
 
-def verify_payload(image: Image) -> None:
-    """Raise CorruptSlab if the payload does not have its checksum. Once for each new mapping or read."""
-    if crc32c(image.payload) != image.payload_crc32c:
+def verify_payload(image: Image, summed_crc32c: int | None = None) -> None:
+    """Raise CorruptSlab if the payload does not have its checksum. Once for each new mapping or read.
+
+    summed_crc32c: of the payload, where whoever read it has summed it on the way.
+    """
+    if (crc32c(image.payload) if summed_crc32c is None else summed_crc32c) != image.payload_crc32c:
         raise CorruptSlab(f"{len(image.payload)} payload bytes do not have their checksum")
 
 

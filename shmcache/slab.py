@@ -25,6 +25,7 @@ Leaves out: what is saved and when (workers), bytes and names of messages (clien
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
@@ -38,7 +39,7 @@ from shmcache.errors import CorruptSlab
 from shmcache.shm import Mapping
 
 _MADV_POPULATE_WRITE = 23
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 18  # summed while it still lies in the processor's cache, and the disk reads on meanwhile
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -124,9 +125,14 @@ class ReadBuffers:
         self._free: list[bytearray] = []
 
     def take(self, size_bytes: int) -> bytearray:
-        """A buffer of at least so many bytes; its content is whatever it was."""
+        """A buffer of at least so many bytes; its content is whatever it was. Raises OSError."""
         buffer = self._free.pop() if self._free else bytearray()
-        return buffer if len(buffer) >= size_bytes else bytearray(size_bytes)
+        if len(buffer) < size_bytes:
+            try:
+                buffer = bytearray(size_bytes)
+            except MemoryError:
+                raise OSError(errno.ENOMEM, f"no memory for a buffer of {size_bytes} bytes") from None
+        return buffer
 
     def give_back(self, buffer: bytearray) -> None:
         """Use it again, unless somebody still looks at it (I4)."""
@@ -146,19 +152,19 @@ class ReadSlab:
         self.size_bytes = os.fstat(fd).st_size
         self.used = 0
         self._buffers = buffers
+        # A hint of the whole file (WILLNEED) makes single pages of it before the first byte comes, and was
+        # slower than the kernel's own read-ahead, which makes large ones while pieces are copied and summed.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        first = os.pread(fd, _READ_BYTES, 0)
+        # A file that lies about its size ends here, before a buffer of that size is taken.
+        payload_offset = kvc.parse_head(first, self.size_bytes).payload_offset
         self._buffer = buffers.take(self.size_bytes)
         with memoryview(self._buffer) as whole:
             view = whole[: self.size_bytes]
-        # Read ahead while the pieces that came are copied: a cold file then runs at the disk's speed.
-        os.posix_fadvise(fd, 0, self.size_bytes, os.POSIX_FADV_WILLNEED)
-        done_bytes = 0
-        while done_bytes < self.size_bytes:
-            read_bytes = os.preadv(fd, [view[done_bytes : done_bytes + _READ_BYTES]], done_bytes)
-            if read_bytes == 0:
-                raise CorruptSlab(f"the file ends at {done_bytes} of {self.size_bytes} bytes")
-            done_bytes += read_bytes
+        view[: len(first)] = first
+        payload_crc32c = _read_on(fd, view, len(first), payload_offset)
         self.image = kvc.parse(view)
-        kvc.verify_payload(self.image)
+        kvc.verify_payload(self.image, payload_crc32c)
         view.release()
 
     def close(self) -> None:
@@ -230,3 +236,16 @@ class KeptSlabs(Generic[H]):
 def _populate(mapping: Mapping) -> None:
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping.bytes))
     _libc.madvise(address, mapping.bytes.nbytes, _MADV_POPULATE_WRITE)
+
+
+def _read_on(fd: int, view: memoryview, done_bytes: int, payload_offset: int) -> int:
+    """Fill the view from `done_bytes` on; the CRC32C of all that lies behind `payload_offset`."""
+    payload_crc32c = crc32c(view[payload_offset:done_bytes])
+    while done_bytes < view.nbytes:
+        read_bytes = os.preadv(fd, [view[done_bytes : done_bytes + _READ_BYTES]], done_bytes)
+        if read_bytes == 0:
+            raise CorruptSlab(f"the file ends at {done_bytes} of {view.nbytes} bytes")
+        begin = max(payload_offset, done_bytes)
+        done_bytes += read_bytes
+        payload_crc32c = crc32c(view[begin:done_bytes], payload_crc32c)
+    return payload_crc32c

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from crc32c import crc32c
@@ -26,7 +27,7 @@ from support import (
 from shmcache import shm, slab
 from shmcache.errors import CorruptSlab
 from shmcache.shm import SHM_ROOT, Mapping
-from shmcache.slab import KeptSlabs, MappedSlab, UnnamedSlab
+from shmcache.slab import KeptSlabs, MappedSlab, ReadBuffers, ReadSlab, UnnamedSlab
 
 WHO = identity()
 TEXT = prompt(100)
@@ -151,6 +152,81 @@ def test_an_overwritten_slab_is_corrupt_wherever_it_was_hit(space: Namespace, pl
     path.chmod(0o600)
     with pytest.raises(CorruptSlab):
         MappedSlab(Mapping.open(path))
+
+
+# ---- read
+
+
+def read(path: Path, buffers: ReadBuffers) -> bytes:
+    """The payload of a slab that is read from a file."""
+    with path.open("rb") as file:
+        slab_read = ReadSlab(file.fileno(), buffers)
+    payload = bytes(slab_read.image.payload)
+    slab_read.close()
+    return payload
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 5000, slab._READ_BYTES, 3 * slab._READ_BYTES + 77])
+def test_what_is_read_in_pieces_is_what_was_written(tmp_path: Path, size_bytes: int) -> None:
+    payload = os.urandom(size_bytes)
+    path = tmp_path / "slab"
+    path.write_bytes(slab_file(WHO, TEXT, payload))
+    assert read(path, ReadBuffers()) == payload
+
+
+@pytest.mark.parametrize("piece_bytes", [1000, 4096, PAYLOAD_OFFSET, PAYLOAD_OFFSET + 1])
+def test_short_reads_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    payload = os.urandom(20_000)
+    path = tmp_path / "slab"
+    path.write_bytes(slab_file(WHO, TEXT, payload))
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: real(fd, [views[0][:piece_bytes]], at))
+    assert read(path, ReadBuffers()) == payload
+
+
+@pytest.mark.parametrize("at", [0, 3, 40, 60, 80, 300, PAYLOAD_OFFSET, slab._READ_BYTES, -1])
+def test_a_file_is_corrupt_wherever_it_was_hit(tmp_path: Path, at: int) -> None:
+    content = bytearray(slab_file(WHO, TEXT, os.urandom(2 * slab._READ_BYTES)))
+    content[at] ^= 0x40
+    path = tmp_path / "hit"
+    path.write_bytes(content)
+    with pytest.raises(CorruptSlab):
+        read(path, ReadBuffers())
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 47, 4095, PAYLOAD_OFFSET, PAYLOAD_OFFSET + 6, 1 << 42])
+def test_a_file_that_lies_about_its_size_is_corrupt_before_a_buffer_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size_bytes: int
+) -> None:
+    path = tmp_path / "slab"
+    path.write_bytes(slab_file(WHO, TEXT, b"payload"))
+    os.truncate(path, size_bytes)
+    monkeypatch.setattr(ReadBuffers, "take", None)
+    with pytest.raises(CorruptSlab):
+        read(path, ReadBuffers())
+
+
+def test_a_file_that_ends_while_it_is_read_is_corrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "slab"
+    path.write_bytes(slab_file(WHO, TEXT, os.urandom(2 * slab._READ_BYTES)))
+    real = os.preadv
+
+    def cut(*arguments: Any) -> int:
+        os.truncate(path, slab._READ_BYTES + 5)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", cut)
+    with pytest.raises(CorruptSlab, match="the file ends at"):
+        read(path, ReadBuffers())
+
+
+def test_memory_that_is_not_there_for_a_buffer_is_a_fault_of_the_cache() -> None:
+    with pytest.raises(OSError, match="no memory for a buffer"):
+        ReadBuffers().take(1 << 60)
 
 
 # ---- kept
