@@ -311,13 +311,11 @@ class Cache:
 
     def get(self, key: bytes) -> Hit | None:
         """The row of a key, mapped and verified, or None."""
-        reader = self.connection.reader()
-        if reader is None:
-            return None
         kept = self._kept.get(key)
-        if kept is not None and reader.holds(kept.found):
+        if kept is not None and self.connection.holds(kept.found):
             return kept
-        found = reader.get(key)
+        reader = self.connection.reader()
+        found = reader.get(key) if reader is not None else None
         return self._open(found) if found is not None else None
 
     def has(self, key: bytes) -> bool:
@@ -549,13 +547,9 @@ class Cache:
 
     def _let_go_of_what_left(self) -> None:
         """Also an idle worker gives evicted bytes back: what is unlinked and mapped still costs."""
-        reader = self.connection.reader()
-
-        def has_left(hit: Hit) -> bool:
-            return reader is None or not reader.holds(hit.found)
-
+        self.connection.reader()  # the current one, if there is none yet
         with self._lock:
-            self._kept.let_go_where(has_left)
+            self._kept.let_go_where(lambda hit: not self.connection.holds(hit.found))
             self.connection.state_mapped(self._kept.kept_bytes, self._kept.orphaned_bytes)
 
     # ---- leaving

@@ -41,7 +41,7 @@ from shmcache.control import Word as ControlWord
 from shmcache.decisions.table import LAYOUT_HASH as DECISIONS_LAYOUT_HASH
 from shmcache.decisions.table import Ring, TableReader
 from shmcache.errors import ForeignObject, NoCoordinator, ShmcacheError
-from shmcache.index import LAYOUT_HASH, IndexReader
+from shmcache.index import LAYOUT_HASH, Found, IndexReader
 from shmcache.mq import RequestQueue
 from shmcache.page import COUNTER_INDEX, COUNTERS, MAILBOXES, Word, WorkerPage
 from shmcache.protocol import NO_MAILBOX, AnyReply, AnyRequest, Stale, Tier
@@ -80,7 +80,7 @@ class _View:
         self._decisions = decisions
         self.decisions: TableReader | None = None
         self.local = threading.local()
-        self.reader()
+        self.row_words = self.reader().row_words
 
     def reader(self) -> IndexReader:
         """This thread's reader. Raises LayoutMismatch."""
@@ -128,6 +128,19 @@ class Connection:
         if view is not None and control is not None and control.words[EPOCH_WORD] == view.epoch:
             return view.reader()
         return self._attach()
+
+    def holds(self, found: Found) -> bool:
+        """Whether the current index still has this very publication: two loads, no search, no check."""
+        view, control = self._view, self._control
+        try:
+            return (
+                view is not None
+                and control is not None
+                and control.words[EPOCH_WORD] == view.epoch
+                and view.row_words[found.slot] == found.word
+            )
+        except IndexError:  # found in the larger index of an earlier coordinator
+            return False
 
     def decisions(self) -> TableReader | None:
         """The current decision table, as reader()."""

@@ -314,7 +314,8 @@ class IndexReader:
         self._words = buffer.cast("Q")
         self._header = self._words[-HEADER_BYTES // 8 :]
         self._rows, self._blocks, self._bitmaps = layout.rows, layout.blocks, layout.bitmaps
-        self._row_words = self._rows.words(self._words)
+        self.row_words = self._rows.words(self._words)
+        """The publish words by slot: a publication is there as long as its word is in its slot."""
         self._block_words = self._blocks.words(self._words)
         self._replacements = self._header[_REPLACEMENTS_WORD]
         self._second_probes = self._retries = self._lost = 0
@@ -340,7 +341,7 @@ class IndexReader:
 
     def _make_get(self) -> Callable[[bytes], Found | None]:
         """Build `get`: all that it touches in local variables, which takes 8 % off a hit."""
-        find, raw, words = self._find, self._raw, self._row_words
+        find, raw, words = self._find, self._raw, self.row_words
         buckets, rows_at = self._rows.buckets, self._rows.entries
         sum_of, first_place, found_as, key_part = crc32c, _first_place, Found, _KEY
         # Not self: a circle would keep the mapping of an old epoch until the next garbage collection.
@@ -376,7 +377,7 @@ class IndexReader:
     def _search(self, key: bytes, *, is_retry: bool) -> Found | None:
         """The whole algorithm; `get` is its first match and its plain miss, unrolled."""
         tag, *choices = _places(key)
-        words = self._row_words
+        words = self.row_words
         self._retries += is_retry
         for is_last in (True,) if is_retry else (False, True):
             self._replacements = self._header[_REPLACEMENTS_WORD]
@@ -457,25 +458,21 @@ class IndexReader:
                 at = find(tag, at + 1, bucket + SLOTS)
         return -1, 0
 
-    def holds(self, found: Found) -> bool:
-        """Whether this very publication is still in its slot: one load, no search and no check."""
-        return self._row_words[found.slot] == found.word
-
     def at(self, slot: int) -> Found | None:
         """Return the row in a slot, or None: free, changing just now, or no such slot."""
         if not 0 <= slot < self._rows.slots:
             return None
-        word = self._row_words[slot]
+        word = self.row_words[slot]
         entry = self._rows.entry(slot)
         image = self._raw[entry : entry + ROW_BYTES]
-        if not crc32c(image) and self._row_words[slot] == word != 0:
+        if not crc32c(image) and self.row_words[slot] == word != 0:
             return Found(image, slot, word)
         return None
 
     def rows(self) -> Iterator[Found]:
         """Yield all rows, in no order: for people and for checks."""
         for start in range(0, self._rows.slots, _SCAN_SLOTS):
-            for slot, word in enumerate(self._row_words[start : start + _SCAN_SLOTS].tolist(), start):
+            for slot, word in enumerate(self.row_words[start : start + _SCAN_SLOTS].tolist(), start):
                 if word and (found := self.at(slot)) is not None:
                     yield found
 
@@ -498,7 +495,7 @@ class IndexReader:
 
     def close(self) -> None:
         """End this view, so that its mapping can be closed. No call may follow."""
-        for view in (self._row_words, self._block_words, self._header, self._words):
+        for view in (self.row_words, self._block_words, self._header, self._words):
             view.release()
         del self.get, self._raw, self._find
 
@@ -570,7 +567,7 @@ class IndexWriter(IndexReader):
             self._add("refused_blocks_full", 1)
             return None
         replaced, evicted = self.get(row.key), None
-        slot = self._free_slot(self._rows, self._row_words, row.key)
+        slot = self._free_slot(self._rows, self.row_words, row.key)
         if slot < 0:
             others = [at for at in self._choices(row.key) if replaced is None or at != replaced.slot]
             slot = coldest(others)

@@ -341,6 +341,22 @@ def test_a_new_epoch_is_mapped_within_one_call(space: Namespace) -> None:
     assert longest(cache, WHO, A) == (len(A), b"state")
 
 
+def test_a_kept_mapping_outlives_the_larger_index_that_it_was_found_in(space: Namespace) -> None:
+    space.start()
+    cache = space.cache()
+    save(cache, WHO, A, b"state")
+    hit = cache.get(key_of(A))
+    assert hit is not None
+    space.kill()
+    space.start("--max-rows=1")
+    assert longest(cache, WHO, A) == (len(A), b"state")
+    reader = cache.connection.reader()
+    assert reader is not None
+    assert reader.slots <= hit.found.slot, "or this test shows nothing"
+    assert not cache.connection.holds(hit.found)
+    assert cache.get(key_of(A)) is not None
+
+
 def test_a_worker_finds_its_way_back_after_the_namespace_was_cleaned(space: Namespace) -> None:
     space.start()
     cache = space.cache()

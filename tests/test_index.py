@@ -482,7 +482,7 @@ class Moving:
         self.memory[:] = self.images[0]
         self.moves, self.accesses = moves, 0
         self.reader = IndexReader(memoryview(self.memory))
-        for name in ("_row_words", "_header", "_raw", "_find"):
+        for name in ("row_words", "_header", "_raw", "_find"):
             setattr(self.reader, name, Seen(getattr(self.reader, name), self.access))
         self.reader.get = self.reader._make_get()
         found = self.reader.get(key)
@@ -675,7 +675,7 @@ def searches(reader: IndexReader, keys: list[bytes]) -> float:
 def reads(reader: IndexReader, keys: list[bytes]) -> float:
     """Entries whose word a lookup of an absent key loads, because a tag is the same by chance."""
     loaded = 0
-    words = reader._row_words
+    words = reader.row_words
 
     class CountedWords:
         def __getitem__(self, slot: int) -> int:
@@ -683,10 +683,10 @@ def reads(reader: IndexReader, keys: list[bytes]) -> float:
             loaded += 1
             return words[slot]
 
-    reader._row_words = CountedWords()  # type: ignore[assignment]
+    reader.row_words = CountedWords()  # type: ignore[assignment]
     get = reader._make_get()
     assert not any(get(key) for key in keys)
-    reader._row_words = words
+    reader.row_words = words
     return loaded / len(keys)
 
 

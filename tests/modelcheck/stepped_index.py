@@ -201,7 +201,7 @@ def rows_in(memory: bytes) -> dict[bytes, list[Published]]:
     rows = list(reader.rows())
     for found in rows:
         there.setdefault(found.row.key, []).append(Published(found.image, found.slot, found.word))
-    words = reader._row_words.tolist()
+    words = reader.row_words.tolist()
     assert sum(word != 0 for word in words) == len(rows), "I6: a row is there and not whole"
     return there
 
