@@ -18,14 +18,14 @@ Leans on
     posix_fallocate says ENOSPC where a first touch would be a SIGBUS.
     MADV_POPULATE_WRITE (Linux 5.14) faults all pages in one call, and ctypes releases the GIL around
     it; without it the first copy faults them, which is slower and just as right.
-    A bytearray refuses to change its length while anybody has a view of it.
+    A mmap refuses to be resized, be it to the size that it has, while anybody has a view of it.
 Leaves out: what is saved and when (workers), bytes and names of messages (client).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import errno
 import mmap
 import os
 import weakref
@@ -39,6 +39,7 @@ from shmcache.errors import CorruptSlab
 from shmcache.shm import Mapping
 
 _MADV_POPULATE_WRITE = 23
+_HUGE_BYTES = 1 << 21
 _READ_BYTES = 1 << 18  # summed while it still lies in the processor's cache, and the disk reads on meanwhile
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -119,25 +120,20 @@ class MappedSlab:
 
 
 class ReadBuffers:
-    """Buffers for slabs from disk: a fresh one of 47 MB costs more in page faults than its read."""
+    """Buffers for slabs from disk: to fault in a fresh one costs more than its read."""
 
     def __init__(self) -> None:
-        self._free: list[bytearray] = []
+        self._free: list[mmap.mmap] = []
 
-    def take(self, size_bytes: int) -> bytearray:
+    def take(self, size_bytes: int) -> mmap.mmap:
         """A buffer of at least so many bytes; its content is whatever it was. Raises OSError."""
-        buffer = self._free.pop() if self._free else bytearray()
-        if len(buffer) < size_bytes:
-            try:
-                buffer = bytearray(size_bytes)
-            except MemoryError:
-                raise OSError(errno.ENOMEM, f"no memory for a buffer of {size_bytes} bytes") from None
-        return buffer
+        buffer = self._free.pop() if self._free else None
+        return buffer if buffer is not None and len(buffer) >= size_bytes else _huge(size_bytes)
 
-    def give_back(self, buffer: bytearray) -> None:
+    def give_back(self, buffer: mmap.mmap) -> None:
         """Use it again, unless somebody still looks at it (I4)."""
         try:
-            buffer.append(0)
+            buffer.resize(len(buffer))
         except BufferError:
             return
         if not self._free:
@@ -231,6 +227,14 @@ class KeptSlabs(Generic[H]):
         """Close all."""
         for key in list(self._slabs):
             self.let_go(key)
+
+
+def _huge(size_bytes: int) -> mmap.mmap:
+    """Memory of its own, in huge pages where there are any: the copies into it and out of it take a third."""
+    buffer = mmap.mmap(-1, max(1, -(-size_bytes // _HUGE_BYTES)) * _HUGE_BYTES, flags=mmap.MAP_PRIVATE)
+    with contextlib.suppress(OSError):  # a kernel without them
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer
 
 
 def _populate(mapping: Mapping) -> None:

@@ -224,8 +224,20 @@ def test_a_file_that_ends_while_it_is_read_is_corrupt(
         read(path, ReadBuffers())
 
 
+def test_a_buffer_is_used_again_when_nobody_looks_at_it_and_not_before() -> None:
+    buffers = ReadBuffers()
+    small = buffers.take(1000)
+    with memoryview(small)[:10]:
+        buffers.give_back(small)
+        assert buffers.take(1000) is not small
+    buffers.give_back(small)
+    assert buffers.take(1000) is small
+    buffers.give_back(small)
+    assert len(buffers.take(10_000_000)) >= 10_000_000
+
+
 def test_memory_that_is_not_there_for_a_buffer_is_a_fault_of_the_cache() -> None:
-    with pytest.raises(OSError, match="no memory for a buffer"):
+    with pytest.raises(OSError, match="Cannot allocate memory"):
         ReadBuffers().take(1 << 60)
 
 
