@@ -23,7 +23,7 @@ from bench.harness import Options, Row, compared, typical
 from shmcache import kvc
 from shmcache.client import Cache, SavePlan, attach
 from shmcache.identity import Identity
-from shmcache.key import row_address
+from shmcache.key import RowAddress, row_address
 from shmcache.protocol import MAX_PLANS
 from shmcache.tools.clean import remove
 from shmcache.tools.demo import CoordinatorProcess
@@ -31,6 +31,9 @@ from shmcache.tools.demo import CoordinatorProcess
 _HELD, _HELD_QUICK = 4_000, 1_000
 _CHUNK = 200
 _PAYLOAD_BYTES = 64
+_TEXT_BYTES = 64
+PIECES = (kvc.Piece(1, 1, 1, 1, 0),)
+TOKEN_IDS = memoryview(array("I", [1]))
 _VALUE = struct.Struct("=16Q")
 
 
@@ -51,14 +54,14 @@ def rows(options: Options, directory: Path) -> Iterable[Row]:
 
 def _fill(cache: Cache, count: int) -> list[bytes]:
     """Save rows of one token each, and map them."""
-    identity = Identity(model_fp=os.urandom(32), quant=0, ctx_params_hash=os.urandom(32))
-    addresses = [row_address(identity.seed, os.urandom(64)) for _ in range(count)]
+    identity = some_identity()
+    addresses = [some_address(identity) for _ in range(count)]
     for first in range(0, count, MAX_PLANS):
         some = addresses[first : first + MAX_PLANS]
         plans = [
             SavePlan(
                 address=address,
-                text_bytes=64,
+                text_bytes=_TEXT_BYTES,
                 payload_offset=kvc.head_bytes(1, 1),
                 payload_bytes=_PAYLOAD_BYTES,
             )
@@ -68,32 +71,46 @@ def _fill(cache: Cache, count: int) -> list[bytes]:
         for address, slab in zip(some, slabs, strict=True):
             assert slab is not None, "the bench's coordinator has no room"
             slab.payload(_PAYLOAD_BYTES).release()
-            meta = kvc.Meta(
-                quant_bits=0,
-                save_reason=kvc.Reason.COLD,
-                token_count=1,
-                context_size=1,
-                created_unix_s=0,
-                last_used_unix_s=0,
-                model_fp=identity.model_fp,
-                fingerprint_mode="safe",
-                quant_name="",
-                ctx_params_hash=identity.ctx_params_hash,
-                hostname="bench",
-                shmcache_version="bench",
-                reason_detail="",
-                text_bytes=64,
-                key=address.key,
-                block_key=address.block_key,
-                n_swa=0,
-                pos_min=0,
-                rewindable=True,
-            )
-            slab.save(meta, (kvc.Piece(1, 1, 1, 1, 0),), memoryview(array("I", [1])))
+            slab.save(meta_of(identity, address), PIECES, TOKEN_IDS)
         cache.flush(60_000)
     keys = [address.key for address in addresses]
     assert all(cache.get(key) for key in keys)
     return keys
+
+
+def meta_of(identity: Identity, address: RowAddress) -> kvc.Meta:
+    """What the slab of a row of one token and 64 bytes of text says of itself."""
+    return kvc.Meta(
+        quant_bits=0,
+        save_reason=kvc.Reason.COLD,
+        token_count=1,
+        context_size=1,
+        created_unix_s=0,
+        last_used_unix_s=0,
+        model_fp=identity.model_fp,
+        fingerprint_mode="safe",
+        quant_name="",
+        ctx_params_hash=identity.ctx_params_hash,
+        hostname="bench",
+        shmcache_version="bench",
+        reason_detail="",
+        text_bytes=_TEXT_BYTES,
+        key=address.key,
+        block_key=address.block_key,
+        n_swa=0,
+        pos_min=0,
+        rewindable=True,
+    )
+
+
+def some_identity() -> Identity:
+    """A model that nobody has."""
+    return Identity(model_fp=os.urandom(32), quant=0, ctx_params_hash=os.urandom(32))
+
+
+def some_address(identity: Identity) -> RowAddress:
+    """A row of random text."""
+    return row_address(identity.seed, os.urandom(_TEXT_BYTES))
 
 
 def _compare(cache: Cache, keys: Sequence[bytes], directory: Path, options: Options) -> Iterable[Row]:

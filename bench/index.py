@@ -9,6 +9,7 @@ same size (128 bytes).
     hit_growth_vs_lmdb_growth       the same at a million rows ÷ the same at a thousand
     hit_p99_under_churn_vs_idle     one hit's p99 while another process publishes 2,000 rows a second
     two_readers_vs_one              lookups a second of two processes ÷ those of one
+    coordinator_bytes_per_row       what the coordinator holds beside the index (bench.memory)
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import lmdb
 
-from bench import hits
+from bench import hits, memory
 from bench.harness import Options, Row, compared, percentile, typical
 from shmcache import index
 from shmcache.shm import SHM_ROOT, Mapping
@@ -47,6 +48,7 @@ def rows(options: Options) -> Iterable[Row]:
             yield _two_readers(pair, options)
         yield _p99(directory, options)
         yield from hits.rows(options, directory)
+        yield memory.row(directory)
         with Pair(directory, SMALL) as small, Pair(directory, LARGE) as large:
             yield _growth(small, large, options)
 

@@ -63,8 +63,9 @@ def test_two_readers_beside_the_writer_see_nothing_wrong(script: str, floor: int
     assert found.states > floor
 
 
+# Two replacements beside two readers are many millions of states.
 @pytest.mark.stress
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", sorted(SCRIPTS.keys() - {"replace twice"}))
 def test_two_readers_beside_any_script_see_nothing_wrong(script: str) -> None:
     found = run(script, GET_K, PREFIX_K)
     assert found.counterexample is None, str(found.counterexample)
