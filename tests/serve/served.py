@@ -124,7 +124,7 @@ class Served(Process):
         _, marker, rest = self.log().partition("shmcache serves at ")
         if not marker or "\n" not in rest:
             return False
-        self.url = rest.split("\n", 1)[0].removesuffix("/v1")
+        self.url = rest.split("/v1 ", 1)[0]
         return super()._is_up(workers) and self.metric("shmcache_serve_workers") == workers
 
     def client(self, key: str | None = None, **options: Any) -> openai.OpenAI:

@@ -261,6 +261,11 @@ def test_a_body_over_the_limit_is_refused_whether_it_says_so_or_not(server: Serv
     assert httpx.post(f"{server.url}/v1/completions", content=iter([body])).status_code == 413
 
 
+def test_a_prompt_larger_than_a_sockets_buffer_reaches_the_model_whole(server: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"Requested tokens \(400001\) exceed context window"):
+        server.client().completions.create(model=MODEL, prompt="x" * 400_000)
+
+
 def test_paths_and_methods_that_do_not_exist_are_told_as_openai_does(server: Served) -> None:
     for answer in (httpx.get(f"{server.url}/v1/nothing"), httpx.get(f"{server.url}/v1/completions")):
         assert answer.status_code in (404, 405)

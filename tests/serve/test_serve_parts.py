@@ -354,7 +354,8 @@ def test_settings_come_from_the_file_and_the_command_line_wins(tmp_path: Path, t
     [
         ({}, {}, "name at least one"),
         ({}, {"m": {}}, "no path"),
-        ({}, {"m": {"path": "/no/such/file"}}, "there is no file"),
+        ({}, {"m": {"path": "/no/such/file"}}, "No such file"),
+        ({}, {"m": {"path": __file__}}, "is not a GGUF file"),
         ({}, {"m": {"path": "TINY", "gates": {"min": 1}}}, "gates of model m"),
         ({}, {"m": {"path": "TINY", "gates": {"min_tokens": 9999}}}, "cold_min_tokens"),
         ({"workers": 0}, {"m": {"path": "TINY"}}, "workers"),

@@ -38,7 +38,8 @@ def served(keys: Path, tiny_model: Path) -> Iterator[Served]:
     other = tiny.build("llama", folder, seed=2)
     settings.write_text(
         f'workers = 2\napi-keys = "{keys}"\n'
-        f'[models.other]\npath = "{other}"\nn_ctx = 1024\nn_threads = 1\nn_threads_batch = 1\n'
+        f'[models.other]\npath = "{other}"\nn_ctx = 1024\nlogits_all = true\n'
+        "n_threads = 1\nn_threads_batch = 1\n"
         "gates = { min_tokens = 64, cold_min_tokens = 64, boundary_align_tokens = 64 }\n"
     )
     name = f"tenants-{os.getpid()}"
@@ -132,6 +133,15 @@ def test_each_model_answers_by_its_name_and_has_rows_of_its_own(served: Served) 
     assert texts["tiny"] != texts["other"]
     with pytest.raises(openai.NotFoundError, match="there is no model 'third'"):
         client.completions.create(model="third", prompt="x")
+
+
+def test_log_probabilities_are_told_where_the_model_keeps_its_logits(served: Served) -> None:
+    asked: dict[str, Any] = {"model": "other", "messages": chat("logits", words=5), **ASKED}
+    answer = served.client(A1).chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    assert answer.choices[0].logprobs is not None
+    first, second = answer.choices[0].logprobs.content or ()
+    assert len(first.top_logprobs) == len(second.top_logprobs) == 3
+    assert first.logprob == max(top.logprob for top in first.top_logprobs)
 
 
 def test_keys_can_be_changed_while_the_server_runs(served: Served, keys: Path) -> None:

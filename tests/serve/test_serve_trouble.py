@@ -215,3 +215,12 @@ def test_a_server_whose_workers_cannot_load_the_model_ends_and_says_so(
     with Served(namespace, f"--model={broken}", workers=2, patch=patch, ready=False) as server:
         assert server.process.wait(60) == 3
         assert reason in server.log()
+
+
+def test_an_option_that_llama_cpp_does_not_know_ends_the_server_in_one_line(
+    namespace: str, tiny_model: Path
+) -> None:
+    with Served(namespace, f"--model={tiny_model}", "--llama=n_ctxx=99", ready=False) as server:
+        assert server.process.wait(60) == 3
+        assert "llama_cpp.Llama has no argument n_ctxx: did you mean n_ctx?" in server.log()
+        assert "Traceback" not in server.log()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +120,15 @@ class Server(BaseApplication):  # type: ignore[misc]
         from shmcache.workers.serve.desk import Desk  # noqa: PLC0415
         from shmcache.workers.serve.engine import Engine  # noqa: PLC0415
         from shmcache.workers.serve.metrics import exposition  # noqa: PLC0415
-        from shmcache.workers.serve.models import Models  # noqa: PLC0415
+        from shmcache.workers.serve.models import Models, check_options  # noqa: PLC0415
 
         settings, slot = self._settings, self._own_slot
         assert slot is not None, "load() belongs into a worker"
+        try:
+            check_options(settings)
+        except ConfigError as error:
+            log.critical("%s", error)
+            sys.exit(Arbiter.WORKER_BOOT_ERROR)
         engine = Engine(self._line, slot, lambda: Models(settings, gunicorn_hooks.worker_threads()))
         desk = Desk(self._line, self._board, slot, settings.waiting)
         app = App(
@@ -140,7 +146,8 @@ class Server(BaseApplication):  # type: ignore[misc]
         for listener in server.LISTENERS:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_CLIENT_MS)
             host, port = listener.getsockname()[:2]
-            print(f"shmcache serves at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+            print(f"shmcache serves at {url} as soon as its models are loaded", flush=True)
 
     def _pre_fork(self, server: Any, worker: Any) -> None:
         gunicorn_hooks.pre_fork(server, worker)

@@ -18,7 +18,9 @@ Leaves out: what an answer looks like (answers).
 from __future__ import annotations
 
 import ctypes
+import difflib
 import hashlib
+import inspect
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -31,6 +33,7 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from msgspec.structs import replace
 
 from shmcache.client import Cache, attach
+from shmcache.errors import ConfigError
 from shmcache.identity import ctx_params_hash
 from shmcache.workers.decide import DecisionModel
 from shmcache.workers.lookup import reusable_tokens
@@ -214,6 +217,16 @@ class _Listener:
 
     def generate(self, tokens: list[int], **_: Any) -> NoReturn:
         raise _Heard(tokens)
+
+
+def check_options(settings: Settings) -> None:
+    """Raises ConfigError for an option that llama_cpp.Llama would pass over in silence."""
+    known = inspect.signature(llama_cpp.Llama.__init__).parameters.keys() - {"self", "model_path", "kwargs"}
+    for model in settings.models:
+        for name in sorted(model.options.keys() - known):
+            close = difflib.get_close_matches(name, known, 1)
+            advice = f": did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"model {model.name}: llama_cpp.Llama has no argument {name}{advice}")
 
 
 class Models:

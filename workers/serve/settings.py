@@ -23,6 +23,7 @@ import msgspec
 
 from shmcache.config import LOG_LEVELS, Gates, check_namespace
 from shmcache.errors import ConfigError
+from shmcache.identity import gguf_quant
 
 MAX_WORKERS = 64
 MAX_WAITING = 512  # each one is a descriptor on its way, and a process may have 1,024 of those
@@ -43,8 +44,10 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError(f"the model {self.path} has an empty name")
-        if not Path(self.path).is_file():
-            raise ConfigError(f"model {self.name}: there is no file {self.path}")
+        try:
+            gguf_quant(self.path)
+        except (OSError, ConfigError) as error:
+            raise ConfigError(f"model {self.name}: {error}") from error
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
