@@ -286,7 +286,8 @@ class Connection:
         An answer `stale` means a new coordinator: the request is sent to it again, once.
         """
         deadline_ns = time.monotonic_ns() + timeout_ns
-        self.send_again()
+        if self._cancels:
+            self.send_again()
         mailboxes = self._mailboxes  # to which it goes back, also where all starts over meanwhile
         try:
             mailbox = mailboxes.pop()

@@ -83,4 +83,4 @@ class UseOrder(Lists):
         """Enter a slot whose row is new at the warm end of list `number`."""
         self.hits[slot] = hits
         self.used_unix_s[slot] = used_unix_s
-        self.insert(slot, number)
+        self._insert_before(slot, self._slots + number)

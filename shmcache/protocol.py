@@ -148,7 +148,7 @@ DecisionKeys = Annotated[list[DecisionKey], msgspec.Meta(max_length=MAX_KEYS)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 46)]
 
 
-class Item(msgspec.Struct, frozen=True, array_like=True):
+class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One decision to add. ttl_ms from the moment when it is added; None: it does not expire."""
 
     key: DecisionKey

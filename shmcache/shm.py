@@ -41,6 +41,7 @@ SHM_ROOT = Path("/dev/shm")
 
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid.
 _FLOCK = struct.Struct("hhqqi4x")
+_WHOLE_FILE = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _KINDS = {
     stat.S_IFREG: stat.S_ISREG,
@@ -167,7 +168,11 @@ def open_owned(path: Path | str, flags: int, *, kind: int = stat.S_IFREG, dir_fd
 def make_unnamed(directory_fd: int) -> int:
     """A file without a name on the directory's file system, mode 0600."""
     fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
-    os.fchmod(fd, 0o600)
+    try:
+        os.fchmod(fd, 0o600)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 
@@ -233,7 +238,7 @@ def free_bytes(path: Path = SHM_ROOT) -> int:
 def try_lock(fd: int) -> bool:
     """Take the whole file's open-file-description lock; False if another open holds it."""
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WHOLE_FILE)
     except (BlockingIOError, PermissionError):
         return False
     return True
@@ -241,7 +246,7 @@ def try_lock(fd: int) -> bool:
 
 def is_locked(fd: int) -> bool:
     """Whether another open of this file holds its lock. Takes nothing."""
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WHOLE_FILE)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 

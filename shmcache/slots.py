@@ -176,29 +176,26 @@ class SlotReader:
 
 
 class SlotWriter(SlotReader):
-    """The one writer of a table."""
+    """The one writer of a table, which is empty when it begins."""
 
     def __init__(self, raw: mmap, place: Place, replacements: memoryview) -> None:
         super().__init__(raw, place, replacements)
+        # By slot, whether its word is not 0: a third of the time that the words themselves take.
+        self._taken = bytearray(place.slots)
         # Random, so that nothing noted of another epoch's table names an entry of this one.
         self._generation = int.from_bytes(os.urandom(6), "little")
 
     def free_slot(self, key: bytes) -> int:
         """A free slot for a key in its better bucket; -1 where both are full."""
         _, first, second = _places(key)
+        taken = self._taken
         first = first % self._buckets * SLOTS
-        first_words = self.words[first : first + SLOTS].tolist()
-        first_free = first_words.count(0)
+        first_free = taken.count(0, first, first + SLOTS)
         if first_free > SLOTS - PREFER_FIRST_BELOW:
-            return first + first_words.index(0)
+            return taken.find(0, first, first + SLOTS)
         second = second % self._buckets * SLOTS
-        second_words = self.words[second : second + SLOTS].tolist()
-        second_free = second_words.count(0)
-        if not first_free and not second_free:
-            return -1
-        if first_free >= second_free:
-            return first + first_words.index(0)
-        return second + second_words.index(0)
+        better = first if first_free >= taken.count(0, second, second + SLOTS) else second
+        return taken.find(0, better, better + SLOTS)
 
     def choices(self, key: bytes) -> list[int]:
         """The slots of both buckets of a key."""
@@ -207,8 +204,8 @@ class SlotWriter(SlotReader):
 
     def get(self, key: bytes) -> Entry | None:
         """The entry of a key, or None. What the one writer sees is whole, so nothing is checked."""
-        tag, *choices = _places(key)
-        for choice in choices:
+        tag, first, second = _places(key)
+        for choice in (first, second):
             bucket = choice % self._buckets * SLOTS
             slot = self._find(tag, bucket, bucket + SLOTS)
             while slot >= 0:
@@ -223,19 +220,22 @@ class SlotWriter(SlotReader):
         self._generation += 1
         return self._generation << 8 | _PUBLISHED
 
-    def publish(self, slot: int, image: bytes, replaced: Entry | None) -> None:
+    def publish(self, slot: int, word: int, image: bytes, replaced: Entry | None) -> None:
         """Show an entry in a free slot; the entry that it replaces goes afterwards.
 
-        image is the whole entry but its check, and begins with next_word() and the key.
+        image is the whole entry but its check, and begins with the word, which is next_word(), and the key.
         """
-        start = slot * self._size + self._start
-        self._raw[start + 8 : start + self._size] = image[8:] + _CHECK.pack(crc32c(image))  # P1 body
-        self._raw[slot : slot + 1] = image[8:9]  # P2 tag
-        self.words[slot] = int.from_bytes(image[:8], "little")  # P3 word
+        start, raw = slot * self._size + self._start, self._raw
+        raw[start + 8 : start + self._size] = image[8:] + _CHECK.pack(crc32c(image))  # P1 body
+        raw[slot] = image[8]  # P2 tag
+        self.words[slot] = word  # P3 word
+        self._taken[slot] = 1
         if replaced is not None:
             self._replacements[0] += 1  # P4 replaced
             self.words[replaced[1]] = 0  # P5 old word
+            self._taken[replaced[1]] = 0
 
     def remove(self, slot: int) -> None:
         """Take an entry out."""
         self.words[slot] = 0  # R1 word
+        self._taken[slot] = 0

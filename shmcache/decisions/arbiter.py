@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -33,7 +34,7 @@ from shmcache import protocol
 from shmcache.claims import Claim, Claims, Event, State
 from shmcache.coordinator import Reply
 from shmcache.decisions.db import Batch, Durability
-from shmcache.decisions.table import KEY_BYTES, Record, TableWriter, ended, has_units
+from shmcache.decisions.table import KEY_BYTES, Record, TableWriter, ended, has_units, shown_s
 from shmcache.lru import UseOrder
 from shmcache.protocol import (
     NO_MAILBOX,
@@ -85,16 +86,20 @@ class _Adding(msgspec.Struct):
 
     reply: Reply | None
     request: Add
-    verdicts: list[AddVerdict | None]
+    verdicts: list[AddVerdict]
     left: int
 
 
 class _Pending(msgspec.Struct):
-    """A key that is being committed; those who added it, the first one first."""
+    """A key that is being committed; those who added it, the first one first.
+
+    is_new: the table had no entry of this key, and gets none before this one.
+    """
 
     record: Record
     ends_ns: int
     waiters: list[tuple[_Adding, int]]
+    is_new: bool
     is_deleted: bool = False
 
 
@@ -138,7 +143,8 @@ class Arbiter:
         # Mailboxes whose request has no answer yet; one that asks anew is not written to for the old one.
         self._parked: dict[tuple[int, int], int] = {}
         self._replies: list[Reply] = []
-        self._counts: dict[str, int] = {}
+        # Since the last replies.
+        self._counts: defaultdict[str, int] = defaultdict(int)
         self._swept = 0
         table.set_stat("max_rows", table.max_rows)
         table.set_stat("durability", DURABILITY_NUMBER[durability] if submit is not None else 0)
@@ -152,12 +158,12 @@ class Arbiter:
             self._answer(request, Stale(self._epoch))
         else:
             match request:
+                case Add():
+                    self._add(request, outbox, now)
                 case protocol.Claim():
                     self._answer(request, self._claim(request, now))
                 case AwaitClaims():
                     self._await(request)
-                case Add():
-                    self._add(request, outbox, now)
                 case Release():
                     if (claim := self._claims.by_token(request.claim)) is not None:
                         self._let_go(claim, request.client)
@@ -207,8 +213,9 @@ class Arbiter:
 
     def _add(self, request: Add, outbox: Callable[[int, int], bytes], now: Now) -> None:
         items = self._items(request, outbox)
-        adding = _Adding(self._park(request, Added([])), request, [None] * len(items), len(items))
-        self._count("adds", len(items))
+        verdicts: list[AddVerdict] = ["failed"] * len(items)
+        adding = _Adding(self._park(request, Added(verdicts)), request, verdicts, len(items))
+        self._counts["adds"] += len(items)
         for position, item in enumerate(items):
             verdict = self._add_one(adding, position, item, now)
             if verdict is not None:
@@ -231,22 +238,20 @@ class Arbiter:
     def _add_one(self, adding: _Adding, position: int, item: Item, now: Now) -> AddVerdict | None:
         """The verdict, or None where it comes with the commit."""
         request, key = adding.request, item.key
-        holder = self._claims.by_key(key)
-        if request.clear < self._clear or (
-            request.claim and (holder is None or holder.token != request.claim)
-        ):
+        if request.clear < self._clear or (request.claim and not self._holds(request.claim, key)):
             return "ended"
         if (pending := self._pending.get(key)) is not None:
             pending.waiters.append((adding, position))
             return None
-        if self._living(key, now) is not None:
+        entry = self._table.entry(key)
+        if entry is not None and not ended(entry, now.boot_ns):
             return "held"
         if not self._table.could_fit(item.value):
             return "too_large"
         record, ends_ns = self._record(key, item.value, item.ttl_ms, now)
         if not self._waits_for_commit:
-            return "stored" if self._publish(record, ends_ns, now) else "too_large"
-        self._pending[key] = _Pending(record, ends_ns, [(adding, position)])
+            return "stored" if self._publish(record, ends_ns, now, entry) else "too_large"
+        self._pending[key] = _Pending(record, ends_ns, [(adding, position)], entry is None)
         return None
 
     def _renew(self, request: Renew, now: Now) -> Deleted:
@@ -258,7 +263,7 @@ class Arbiter:
             return Deleted(1)
         decision = self._table.decision(entry)
         assert decision is not None
-        self._publish(*self._record(request.key, decision.value, request.ttl_ms, now), now)
+        self._publish(*self._record(request.key, decision.value, request.ttl_ms, now), now, entry)
         return Deleted(0)
 
     def _delete(self, request: Delete) -> None:
@@ -267,8 +272,9 @@ class Arbiter:
         for key in request.keys:
             if (claim := self._claims.by_key(key)) is not None:
                 self._advance(claim, key, Event.DELETED)
-            if (pending := self._pending.get(key)) is not None:
+            if (pending := self._pending.get(key)) is not None and not pending.is_deleted:
                 pending.is_deleted = True
+                self._gone.append(pending.record.sequence)
             if (entry := self._table.entry(key)) is not None:
                 self._remove(entry)
                 count += 1
@@ -302,20 +308,25 @@ class Arbiter:
             if ends_ns is None or len(record.key) != KEY_BYTES:
                 self._gone.append(record.sequence)
                 continue
-            self._publish(record, ends_ns, now)
+            self._publish(record, ends_ns, now, self._table.entry(record.key))
         self._table.set_stat("loaded", len(self._table))
         self._commit()
         return len(self._table)
 
     def committed(self, batch: Batch, why: str, now: Now) -> list[Reply]:
-        """A batch is on the disk, or failed: publish, then acknowledge (I2)."""
+        """A batch is on the disk, or failed: publish, then acknowledge (I2).
+
+        What leaves the table for it leaves the database with the next batch; so does what should have left
+        with one that failed.
+        """
         keys, answers = self._committing.pop(batch.number)
-        self._count("commits")
+        self._counts["commits"] += 1
+        if why:
+            self._gone.extend(batch.deleted)
         for key in keys:
             self._conclude(key, self._pending.pop(key), why, now)
         for answer in answers:
             self._reply_if_parked(answer)
-        self._commit()
         return self._take_replies()
 
     def client_gone(self, client: int) -> list[Reply]:
@@ -344,7 +355,7 @@ class Arbiter:
             entry = self._table.at(slot)
             if entry is not None and entry[2] >> 8 & 0xFFFFFFFF == word >> 32:
                 self._order.warm(slot, _LIST)
-                self._order.used_unix_s[slot] = _shown(now.unix_ms)
+                self._order.used_unix_s[slot] = shown_s(now.unix_ms)
 
     def tick(self, now: Now) -> list[Reply]:
         """Overtake the stuck whom somebody waits for, and remove some of what has expired."""
@@ -366,39 +377,49 @@ class Arbiter:
             verdict: AddVerdict = "failed"
         elif pending.is_deleted:
             verdict = "ended"
-            self._gone.append(pending.record.sequence)
-        elif self._publish(pending.record, pending.ends_ns, now):
-            verdict = "stored"
         else:
-            verdict = "too_large"
-        for number, (adding, position) in enumerate(pending.waiters):
-            self._settle(adding, position, "held" if number and verdict == "stored" else verdict)
-        self._wake(key)
+            replaced = None if pending.is_new else self._table.entry(key)
+            is_stored = self._publish(pending.record, pending.ends_ns, now, replaced)
+            verdict = "stored" if is_stored else "too_large"
+        (first, position), *others = pending.waiters
+        self._settle(first, position, verdict)
+        for adding, position in others:
+            self._settle(adding, position, "held" if verdict == "stored" else verdict)
+        if key in self._waiters:
+            self._wake(key)
 
-    def _publish(self, record: Record, ends_ns: int, now: Now) -> bool:
-        """Into the table, for which others may leave; where there is no room at all, its record goes."""
+    def _publish(self, record: Record, ends_ns: int, now: Now, replaced: Entry | None) -> bool:
+        """Into the table, for which others may leave; where there is no room at all, its record goes.
+
+        replaced: the entry that the key has.
+        """
         table, key = self._table, record.key
-        replaced = table.entry(key)
-        while replaced is None and len(table) >= table.max_rows:
+        while replaced is None and table.is_full:
             self._evict(next(self._order.coldest(_LIST)))
         while (slot := table.free_slot(key)) < 0:
             kept = replaced[1] if replaced is not None else -1
             others = [other for other in table.choices(key) if other != kept]
             self._evict(min(others, key=self._order.used_unix_s.__getitem__))
-        while not table.fits(record.value):
-            victim = self._coldest_with_units(key)
-            if victim is None:
-                self._gone.append(record.sequence)
-                return False
-            self._evict(victim)
+        if not table.fits(record.value) and not self._make_units(record):
+            return False
         table.put(slot, record, ends_ns, replaced)
         if replaced is not None:
             self._order.remove(replaced[1])
             self._gone.append(self._sequences[replaced[1]])
         self._sequences[slot] = record.sequence
-        self._order.add(slot, _LIST, _shown(now.unix_ms))
+        self._order.add(slot, _LIST, shown_s(now.unix_ms))
         if (claim := self._claims.by_key(key)) is not None:
             self._advance(claim, key, Event.DECIDED)
+        return True
+
+    def _make_units(self, record: Record) -> bool:
+        """Larger values leave for a larger value; where none is left, its own record goes."""
+        while not self._table.fits(record.value):
+            victim = self._coldest_with_units(record.key)
+            if victim is None:
+                self._gone.append(record.sequence)
+                return False
+            self._evict(victim)
         return True
 
     def _coldest_with_units(self, but: bytes) -> int | None:
@@ -428,12 +449,16 @@ class Arbiter:
 
     def _living(self, key: bytes, now: Now) -> Entry | None:
         entry = self._table.entry(key)
-        return entry if entry is not None and not ended(entry, now.boot_ns) else None
+        return None if entry is None or ended(entry, now.boot_ns) else entry
 
     def _entries(self) -> Iterator[Entry]:
         return iter(list(self._table.entries()))
 
     # ---- claims and waiters
+
+    def _holds(self, token: int, key: bytes) -> bool:
+        holder = self._claims.by_key(key)
+        return holder is not None and holder.token == token
 
     def _let_go(self, claim: Claim, client: int) -> None:
         """What the owner will not decide any more; only the owner may say so."""
@@ -475,10 +500,11 @@ class Arbiter:
     def _commit_batch(self, *, forget_all: bool = False, answer: Reply | None = None) -> None:
         """Everything that has changed since the last one."""
         answers = [answer] if answer is not None else []
-        gone, records = set(self._gone), self._records
-        if gone:
+        records, deleted = self._records, self._gone
+        if deleted:
             # Deletions come before records: what came and went since the last commit is neither.
-            records = [record for record in records if record.sequence not in gone]
+            gone = set(deleted)
+            records, deleted = [record for record in records if record.sequence not in gone], sorted(gone)
         self._records, self._gone = [], []
         if self._submit is None:
             self._reply_if_parked(answer)
@@ -486,17 +512,16 @@ class Arbiter:
         self._numbers += 1
         pending = [record.key for record in records if record.key in self._pending]
         self._committing[self._numbers] = (pending, answers)
-        self._submit(Batch(self._numbers, records, sorted(gone), forget_all))
+        self._submit(Batch(self._numbers, records, deleted, forget_all))
 
     # ---- replies
 
     def _settle(self, adding: _Adding, position: int, verdict: AddVerdict) -> None:
-        adding.verdicts[position] = verdict
+        adding.verdicts[position] = verdict  # which are the reply's own
         adding.left -= 1
-        self._count(_VERDICT_STATS[verdict])
-        if not adding.left and adding.reply is not None:
-            said = [verdict for verdict in adding.verdicts if verdict is not None]
-            self._reply_if_parked(msgspec.structs.replace(adding.reply, body=Added(said)))
+        self._counts[_VERDICT_STATS[verdict]] += 1
+        if not adding.left:
+            self._reply_if_parked(adding.reply)
 
     def _answer(self, request: Request, body: AnyReply) -> None:
         self._reply_if_parked(self._park(request, body))
@@ -516,12 +541,13 @@ class Arbiter:
 
     def _take_replies(self) -> list[Reply]:
         for name, count in self._counts.items():
-            self._table.set_stat(name, count)
+            self._table.add_to_stat(name, count)
+        self._counts.clear()
         replies, self._replies = self._replies, []
         return replies
 
     def _count(self, name: str, by: int = 1) -> None:
-        self._counts[name] = self._counts.get(name, 0) + by
+        self._counts[name] += by
 
 
 def _ends_ns(record: Record, now: Now) -> int | None:
@@ -535,8 +561,3 @@ def _ends_ns(record: Record, now: Now) -> int | None:
         return 0
     rest_ms = min(record.expires_ms - now.unix_ms, record.expires_ms - record.written_ms)
     return now.boot_ns + rest_ms * 1_000_000 if rest_ms > 0 else None
-
-
-def _shown(unix_ms: int) -> int:
-    """Seconds for people, in what an entry has room for, whatever the clock says."""
-    return min(max(0, unix_ms // 1000), 0xFFFFFFFF)

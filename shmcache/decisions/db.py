@@ -1,22 +1,29 @@
 """Which decisions survive the coordinator? One SQLite file, written behind the table by a thread of its own.
 
-    decision   sequence INTEGER PRIMARY KEY · key · value · written_ms · expires_ms (null: never)
+    records   first INTEGER PRIMARY KEY · count · body: that many records in MessagePack, numbered from first
 
 Nobody looks anything up here, so there is no index over keys: a commit appends, to a page or two, where a
-tree of random keys would write a page for each decision. Of two records of one key the later one counts.
+tree of random keys would write a page for each decision. What was added together is one row, which takes a
+quarter of the time of one each; where one of them leaves before the others, its row is taken apart, so no
+row holds what is gone. Of two records of one key the later one counts.
 
-    submit(batch) ─► everything that waits by now, in one transaction ─► outcomes(), and a wake-up
+    submit(batch) ─► commit(): everything that waits, in one transaction
+                       ├─ here      durability `commit`: no fsync, so it takes microseconds
+                       └─ by thread `full`, anything large, checkpoints, and all that comes meanwhile;
+                                    a wake-up says that commit() has something to report
 
 Owner: the coordinator. SQLite's exclusive locking mode keeps every other process out while it runs, and
 spares each commit the locking: whoever wants to look inside meanwhile asks for an export.
 Invariants
     I1  Batches are committed in the order of submit(), and reported in it, after their commit.
     I2  A failed transaction fails every batch in it, and changes nothing.
-    I3  No file stops a start: one that is damaged, of another owner, or no database of ours is set aside,
+    I3  The caller's thread never waits for the disk: it commits only while the thread is idle, and after
+        a commit that was slow leaves the next ones to the thread for a second.
+    I4  No file stops a start: one that is damaged, of another owner, or no database of ours is set aside,
         with all that could still be read of it kept.
 Leans on
     WAL with synchronous=NORMAL: a commit is in the page cache, so it survives any kill -9; with FULL it is
-    on the disk, so it survives power loss.
+    on the disk, so it survives power loss. A checkpoint waits for the disk in both.
     sqlite3 lets other threads run while a statement steps.
 Leaves out: what is worth keeping, and when a life ends (arbiter).
 """
@@ -30,7 +37,9 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -46,12 +55,23 @@ Durability = Literal["full", "commit", "memory"]
 
 # "shmd"; user_version is the schema's number.
 _APPLICATION_ID = 0x73686D64
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS decision (sequence INTEGER PRIMARY KEY, key BLOB NOT NULL, "
-    "value BLOB NOT NULL, written_ms INTEGER NOT NULL, expires_ms INTEGER)"
+    "CREATE TABLE IF NOT EXISTS records (first INTEGER PRIMARY KEY, count INTEGER NOT NULL, "
+    "body BLOB NOT NULL)"
 )
+_INSERT = "INSERT INTO records VALUES (?, ?, ?)"
+_DELETE = "DELETE FROM records WHERE first = ?"
+_PACK_BYTES = 65_536  # what is taken apart when one of its records leaves
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[Record]).decode
+
+PAGE_BYTES = 4096
+CHECKPOINT_PAGES = 1000  # SQLite's own measure
 _BATCHES_A_COMMIT = 1024
+_SMALL_PAGES = 64
+_SLOW_S, _SLOW_FOR_S = 0.005, 1.0
 _CLOSE_S = 30.0
 
 
@@ -81,6 +101,13 @@ class Batch(msgspec.Struct):
     deleted: Sequence[int] = ()
     forget_all: bool = False
 
+    @property
+    def pages(self) -> int:
+        """How much it may write at most, roughly: nothing that is measured depends on it."""
+        if self.forget_all:
+            return CHECKPOINT_PAGES
+        return 1 + len(self.deleted) + sum(len(record.value) for record in self.records) // PAGE_BYTES
+
 
 class NotOurs(Exception):
     """The file is a database, and not one of ours."""
@@ -97,6 +124,7 @@ class Database:
             with contextlib.suppress(FileNotFoundError):
                 os.close(shm.open_owned(path, os.O_RDWR))
                 break
+        self._log_pages = 0
         self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
             self._prepare(durability)
@@ -112,46 +140,129 @@ class Database:
         if tables and stamp != (_APPLICATION_ID, _SCHEMA_VERSION):
             raise NotOurs(f"application {stamp[0]:08x}, version {stamp[1]}")
         execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA wal_autocheckpoint = 0")
         execute(f"PRAGMA synchronous = {'FULL' if durability == 'full' else 'NORMAL'}")
         execute("BEGIN IMMEDIATE")
         execute(f"PRAGMA application_id = {_APPLICATION_ID}")
         execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         execute(_SCHEMA)
         execute("COMMIT")
+        self._read_packs()
 
     def records(self) -> Iterator[Record]:
-        """All rows, the oldest first. Raises sqlite3.DatabaseError where the file is damaged."""
-        rows = self._connection.execute(
-            "SELECT sequence, key, value, written_ms, expires_ms FROM decision ORDER BY sequence"
-        )
-        for row in rows:
-            yield Record(*row)
+        """All records, the oldest first. Raises sqlite3.DatabaseError where the file is damaged."""
+        for (body,) in self._connection.execute("SELECT body FROM records ORDER BY first"):
+            yield from _decoded(body)
 
     def commit(self, batches: Sequence[Batch]) -> None:
         """All batches in one transaction. Raises sqlite3.Error, with nothing changed."""
-        connection = self._connection
-        connection.execute("BEGIN IMMEDIATE")
+        self._log_pages += sum(batch.pages for batch in batches)
+        records: list[Record] = []
+        for batch in batches:
+            if batch.deleted or batch.forget_all:
+                break
+            records.extend(batch.records)
+        else:
+            if _is_run(records):
+                # A statement alone is a transaction: two less to run.
+                self._insert(records)
+                return
+        execute = self._connection.execute
+        execute("BEGIN IMMEDIATE")
         try:
             for batch in batches:
-                if batch.forget_all:
-                    connection.execute("DELETE FROM decision")
-                if batch.deleted:
-                    sequences = [(sequence,) for sequence in batch.deleted]
-                    connection.executemany("DELETE FROM decision WHERE sequence = ?", sequences)
-                rows = [msgspec.structs.astuple(record) for record in batch.records]
-                connection.executemany("INSERT INTO decision VALUES (?, ?, ?, ?, ?)", rows)
+                self._apply(batch)
+            execute("COMMIT")
         except BaseException:
-            connection.execute("ROLLBACK")
+            execute("ROLLBACK")
+            self._read_packs()
             raise
-        connection.execute("COMMIT")
+
+    def _apply(self, batch: Batch) -> None:
+        if batch.forget_all:
+            self._connection.execute("DELETE FROM records")
+            self._read_packs()
+        if batch.deleted:
+            self._delete(batch.deleted)
+        if _is_run(batch.records):
+            self._insert(batch.records)
+        else:
+            self._insert_each(batch.records)
+
+    def _insert(self, records: Sequence[Record]) -> None:
+        """A run of records as one row."""
+        first, count = records[0].sequence, len(records)
+        self._connection.execute(_INSERT, (first, count, _encode(records)))
+        if count > 1:
+            self._packs[first] = count
+            self._firsts.append(first)
+
+    def _insert_each(self, records: Iterable[Record]) -> None:
+        rows = [(record.sequence, 1, _encode((record,))) for record in records]
+        self._connection.executemany(_INSERT, rows)
+
+    def _delete(self, sequences: Iterable[int]) -> None:
+        """Rows of one record go; of a pack that loses some the others become rows of their own."""
+        alone: list[tuple[int]] = []
+        by_pack: dict[int, set[int]] = {}
+        for sequence in sequences:
+            place = bisect_right(self._firsts, sequence) - 1
+            first = self._firsts[place] if place >= 0 else sequence
+            if sequence < first + self._packs.get(first, 0):
+                by_pack.setdefault(first, set()).add(sequence)
+            else:
+                alone.append((sequence,))
+        for first, gone in by_pack.items():
+            if len(gone) < self._packs[first]:
+                (body,) = self._connection.execute(
+                    "SELECT body FROM records WHERE first = ?", (first,)
+                ).fetchone()
+                self._connection.execute(_DELETE, (first,))
+                self._insert_each(record for record in _decoded(body) if record.sequence not in gone)
+            else:
+                self._connection.execute(_DELETE, (first,))
+            del self._packs[first], self._firsts[bisect_right(self._firsts, first) - 1]
+        self._connection.executemany(_DELETE, alone)
+
+    def _read_packs(self) -> None:
+        rows = self._connection.execute("SELECT first, count FROM records WHERE count > 1 ORDER BY first")
+        self._packs: dict[int, int] = dict(rows)
+        self._firsts = list(self._packs)
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether the log has grown to where it should be folded into the file."""
+        return self._log_pages >= CHECKPOINT_PAGES
+
+    def checkpoint(self) -> None:
+        """Fold the log into the file: waits for the disk. Raises sqlite3.Error."""
+        self._log_pages = 0
+        self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def close(self) -> None:
         """Fold the log into the file."""
         self._connection.close()
 
 
+def _is_run(records: Sequence[Record]) -> bool:
+    """Whether these can be one row: numbered without a gap, and not too much."""
+    if len(records) < 2:
+        return len(records) == 1
+    return (
+        records[-1].sequence - records[0].sequence == len(records) - 1
+        and sum(len(record.value) for record in records) <= _PACK_BYTES
+    )
+
+
+def _decoded(body: bytes) -> list[Record]:
+    try:
+        return _decode(body)
+    except msgspec.MsgspecError as error:
+        raise sqlite3.DatabaseError(f"a row that holds no records: {error}") from error
+
+
 def load(path: Path, durability: Durability) -> tuple[Database | None, list[Record]]:
-    """Open the file and read it; None where there can be none (I3).
+    """Open the file and read it; None where there can be none (I4).
 
     Of a damaged one is kept what could be read before the damage, in a new file.
     """
@@ -201,45 +312,89 @@ def _anew(
 
 
 class Committer:
-    """The thread that commits."""
+    """Commits batches on the thread of whoever calls commit(), or on its own where that could wait (I3)."""
 
-    def __init__(self, database: Database, wake: Callable[[], None]) -> None:
-        """Start it; `wake` is called from it after each commit, when outcomes() has something."""
+    def __init__(self, database: Database, wake: Callable[[], None], durability: Durability) -> None:
+        """Start the thread; `wake` is called from it after each of its commits."""
         self._database = database
         self._wake = wake
+        self._may_commit_here = durability == "commit"
+        self._slow_until_s = 0.0
+        self._said = ""  # the last commit's failure
+        self._waiting: list[Batch] = []
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[Batch, str]] = queue.SimpleQueue()
+        self._done: deque[tuple[Batch, str]] = deque()
+        # Batches given to the thread, and those that it has done with: the second one is the thread's.
+        self._given = self._ended = 0
         self._thread = threading.Thread(target=self._run, name="shmcache-decisions-db", daemon=True)
         self._thread.start()
 
     def submit(self, batch: Batch) -> None:
-        """Have it committed, after all that was submitted before."""
-        self._batches.put(batch)
+        """Have it committed by the next commit(), after all that was submitted before."""
+        self._waiting.append(batch)
 
-    def outcomes(self) -> Iterator[tuple[Batch, str]]:
-        """Batches that are done, in order, each with why it failed, or nothing."""
-        while True:
-            try:
-                yield self._done.get_nowait()
-            except queue.Empty:
-                return
+    def commit(self) -> list[tuple[Batch, str]]:
+        """Commit what was submitted, or have it committed.
+
+        Returns the batches that are done, in order, each with why it failed, or nothing.
+        """
+        is_idle = self._ended == self._given  # looked at before its outcomes are taken: I1
+        outcomes: list[tuple[Batch, str]] = []
+        while self._done:
+            outcomes.append(self._done.popleft())
+        batches = self._waiting
+        if batches:
+            self._waiting = []
+            if is_idle and self._may_commit_here and self._is_quick(batches):
+                why = self._timed_commit(batches)
+                outcomes.extend((batch, why) for batch in batches)
+                if self._database.wants_checkpoint:
+                    self._give([_NOTHING])
+            else:
+                self._give(batches)
+        return outcomes
+
+    def _is_quick(self, batches: list[Batch]) -> bool:
+        return sum(batch.pages for batch in batches) <= _SMALL_PAGES and (
+            not self._slow_until_s or time.monotonic() >= self._slow_until_s
+        )
+
+    def _timed_commit(self, batches: list[Batch]) -> str:
+        start_s = time.monotonic()
+        why = self._commit(batches)
+        end_s = time.monotonic()
+        # A disk that cannot keep up makes writers to the page cache wait as well.
+        self._slow_until_s = end_s + _SLOW_FOR_S if end_s - start_s > _SLOW_S else 0.0
+        return why
+
+    def _give(self, batches: list[Batch]) -> None:
+        self._given += len(batches)
+        for batch in batches:
+            self._batches.put(batch)
 
     def close(self) -> None:
         """Commit what was submitted, and close the file."""
+        self._give(self._waiting)
         self._batches.put(None)
         self._thread.join(_CLOSE_S)
+
+    # ---- the thread
 
     def _run(self) -> None:
         while True:
             batches, is_last = self._take()
-            why = self._commit(batches) if batches else ""
-            for batch in batches:
-                self._done.put((batch, why))
-            if batches:
+            real = [batch for batch in batches if batch is not _NOTHING]
+            if real:
+                why = self._commit(real)
+                for batch in real:
+                    self._done.append((batch, why))
                 self._wake()
             if is_last:
                 self._database.close()
                 return
+            if self._database.wants_checkpoint:
+                self._checkpoint()
+            self._ended += len(batches)
 
     def _take(self) -> tuple[list[Batch], bool]:
         """Everything that waits by now, at least one; and whether that was all."""
@@ -259,6 +414,19 @@ class Committer:
         try:
             self._database.commit(batches)
         except sqlite3.Error as error:
-            log.warning("decisions could not be committed: %s", error)
-            return str(error)
+            if str(error) != self._said:
+                log.warning("decisions could not be committed: %s (said once)", error)
+            self._said = str(error)
+            return self._said
+        self._said = ""
         return ""
+
+    def _checkpoint(self) -> None:
+        try:
+            self._database.checkpoint()
+        except sqlite3.Error as error:
+            log.warning("the log of decisions goes on growing: %s", error)
+
+
+_NOTHING = Batch(0)
+"""Given to the thread so that it looks whether a checkpoint is due."""

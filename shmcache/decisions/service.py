@@ -53,7 +53,7 @@ class DecisionService:
         durability = settings.decisions_durability
         self._table = TableWriter.create(segment, settings.decisions_rows, _units(settings), epoch)
         database, records = load(database_path(settings), durability)
-        self._committer = Committer(database, wake) if database is not None else None
+        self._committer = Committer(database, wake, durability) if database is not None else None
 
         def set_clear(number: int) -> None:
             control.words[Word.CLEAR] = number
@@ -71,16 +71,16 @@ class DecisionService:
         self.client_gone = self._arbiter.client_gone
 
     def handle(self, request: DecisionRequest, page: ClientPage) -> list[Reply]:
-        """Answer a worker's message."""
+        """Answer a worker's message; what it changes is answered by a later commit()."""
         return self._arbiter.handle(request, page.read_outbox, _now())
 
-    def outcomes(self) -> list[Reply]:
-        """What can be answered because it is committed."""
+    def commit(self) -> list[Reply]:
+        """Commit what all messages so far have changed; the answers to what is committed."""
         if self._committer is None:
             return []
         return [
             reply
-            for batch, why in self._committer.outcomes()
+            for batch, why in self._committer.commit()
             for reply in self._arbiter.committed(batch, why, _now())
         ]
 
@@ -91,7 +91,7 @@ class DecisionService:
             self._arbiter.touches(page.drain_decision_touches(), _now())
             missed += page.decision_touches_missed
         self._table.set_stat("touches_missed", missed)
-        return self._arbiter.tick(_now())
+        return self._arbiter.tick(_now()) + self.commit()
 
     def close(self) -> None:
         """Commit, then end the view of the table."""

@@ -48,7 +48,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from mmap import mmap
 
 import msgspec
@@ -103,6 +103,7 @@ _MAGIC_WORD, _LAYOUT_WORD, _EPOCH_WORD, _MAX_ROWS_WORD, _BUCKETS_WORD, _UNITS_WO
 _REPLACEMENTS_WORD = 8
 _STATS_WORD = 64
 _STAT_WORD = {name: _STATS_WORD + number for number, name in enumerate(STAT_NAMES)}
+_ROWS_WORD = _STAT_WORD["rows"]
 assert len(STAT_NAMES) <= 128
 
 LAYOUT_HASH = int.from_bytes(
@@ -113,7 +114,7 @@ LAYOUT_HASH = int.from_bytes(
 )
 
 
-class Record(msgspec.Struct, frozen=True, gc=False):
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A decision as the coordinator keeps it. sequence grows with every one: the order in which they came."""
 
     sequence: int
@@ -199,7 +200,7 @@ class TableReader:
         return self._header[_MAX_ROWS_WORD]
 
     def __len__(self) -> int:
-        return self._header[_STAT_WORD["rows"]]
+        return self._header[_ROWS_WORD]
 
     def get(self, key: bytes) -> tuple[bytes, float | None] | None:
         """The living value of a key and its Unix expiry, or None."""
@@ -274,12 +275,21 @@ def ended(entry: Entry, now_ns: int) -> bool:
 
 
 class TableWriter(TableReader):
-    """The one writer: puts values in, takes them out, and keeps units and figures in step."""
+    """The one writer: puts values in, takes them out, and keeps units and figures in step.
+
+    entry(key)      the entry of a key, living or not
+    free_slot(key)  a free slot for a key; -1 where one of its choices has to leave first
+    """
+
+    entry: Callable[[bytes], Entry | None]
+    free_slot: Callable[[bytes], int]
 
     def __init__(self, buffer: memoryview) -> None:
         super().__init__(buffer)
+        # The slots' own, without a call between: each decision asks both.
+        self.entry, self.free_slot = self._writer.get, self._writer.free_slot
         self._free = Units(self._header[_UNITS_WORD])
-        self._rows = 0
+        self._rows, self._most_rows = 0, self.max_rows
         self.set_stat("units", self._header[_UNITS_WORD])
 
     def _open(self, raw: mmap, place: Place, replacements: memoryview) -> SlotReader:
@@ -306,10 +316,6 @@ class TableWriter(TableReader):
         """Slots are numbered 0 to slots - 1."""
         return self._writer.slots
 
-    def entry(self, key: bytes) -> Entry | None:
-        """The entry of a key, living or not."""
-        return self._writer.get(key)
-
     def at(self, slot: int) -> Entry | None:
         """The entry in a slot."""
         return self._writer.at(slot)
@@ -317,10 +323,6 @@ class TableWriter(TableReader):
     def entries(self) -> Iterator[Entry]:
         """All entries, living or not."""
         return self._writer.entries()
-
-    def free_slot(self, key: bytes) -> int:
-        """A free slot for a key; -1 where one of its choices has to leave first."""
-        return self._writer.free_slot(key)
 
     def choices(self, key: bytes) -> list[int]:
         """The slots that a key may lie in."""
@@ -346,35 +348,39 @@ class TableWriter(TableReader):
             start = self._units_at + unit * UNIT_BYTES
             self._raw[start : start + len(value)] = value
             self.set_stat("units_used", self._free.used)
+        word = self._writer.next_word()
         image = _ENTRY.pack(
-            self._writer.next_word(),
+            word,
             record.key,
             ends_ns,
             record.expires_ms / 1000 if record.expires_ms is not None else 0.0,
-            min(max(0, record.written_ms // 1000), 0xFFFFFFFF),
+            shown_s(record.written_ms),
             len(value),
             unit,
             crc,
             inside,
         )
-        self._writer.publish(slot, image, replaced)
+        self._writer.publish(slot, word, image, replaced)
         if replaced is not None:
             self._give_units(replaced)
         else:
-            self._count_rows(1)
+            self._rows += 1
+            self._header[_ROWS_WORD] = self._rows
 
     def remove(self, entry: Entry) -> None:
         """Take an entry out; its units are free afterwards (I3)."""
         self._writer.remove(entry[1])
         self._give_units(entry)
-        self._count_rows(-1)
+        self._rows -= 1
+        self._header[_ROWS_WORD] = self._rows
 
     def __len__(self) -> int:
         return self._rows
 
-    def _count_rows(self, by: int) -> None:
-        self._rows += by
-        self._header[_STAT_WORD["rows"]] = self._rows
+    @property
+    def is_full(self) -> bool:
+        """Whether somebody has to leave for another decision."""
+        return self._rows >= self._most_rows
 
     def _give_units(self, entry: Entry) -> None:
         _ends, _expires, _written, value_bytes, unit, _crc = _fixed(entry[0], _FIXED_AT)
@@ -385,6 +391,16 @@ class TableWriter(TableReader):
     def set_stat(self, name: str, value: int) -> None:
         """Show a figure to everybody."""
         self._header[_STAT_WORD[name]] = value
+
+    def add_to_stat(self, name: str, by: int) -> None:
+        """Move a figure on."""
+        self._header[_STAT_WORD[name]] += by
+
+
+def shown_s(unix_ms: int) -> int:
+    """Seconds for people, in what an entry has room for, whatever the clock says."""
+    unix_s = unix_ms // 1000
+    return unix_s if 0 <= unix_s <= 0xFFFFFFFF else 0
 
 
 def units_of(value: bytes) -> int:

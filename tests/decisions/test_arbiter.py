@@ -266,6 +266,17 @@ def test_expired_decisions_leave_by_and_by_and_from_the_database_too(world: Worl
     assert world.send(Prune) == [(ALICE, Deleted(0))]
 
 
+def test_what_should_have_left_with_a_failed_commit_leaves_with_the_next(world: World) -> None:
+    world.add((A, b"1"))
+    world.commit()
+    world.send(Delete, keys=[A])
+    world.commit("disk full")
+    assert set(world.rows) == {A}
+    world.add((B, b"2"))
+    world.commit()
+    assert set(world.rows) == {B}
+
+
 # ---- the order of use
 
 
@@ -276,6 +287,8 @@ def test_the_least_recently_used_leaves_table_and_database() -> None:
     world.commit()
     world.touch(A)
     world.add((C, b"3"))
+    world.commit()
+    world.arbiter.tick(world.now)
     world.commit()
     assert [world.value(key) for key in (A, B, C)] == [b"1", None, b"3"]
     assert set(world.rows) == {A, C}
@@ -294,6 +307,8 @@ def test_large_values_leave_for_large_values(world: World) -> None:
         world.commit()
     world.add((A, b"small"))
     world.commit()
+    world.arbiter.tick(world.now)
+    world.commit()
     assert world.reader.stats()["units_used"] == 64
     assert [number for number in range(10) if world.value(bytes([number]) * 16)] == [6, 7, 8, 9]
     assert len(world.table) == len(world.rows) == 5
@@ -310,6 +325,7 @@ def test_a_table_that_churned_a_hundred_times_over_holds_what_the_database_holds
             world.arbiter.tick(world.now)
         world.commit()
         assert len(world.table) <= 20
+    world.arbiter.tick(world.now)
     world.commit()
     held = {entry[0][8:24]: world.value(entry[0][8:24]) for entry in world.table.entries()}
     assert held == world.rows

@@ -6,6 +6,8 @@ import os
 import sqlite3
 import threading
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 
@@ -61,9 +63,8 @@ def test_a_commit_survives_a_kill(path: Path) -> None:
 def test_a_failed_transaction_changes_nothing(path: Path) -> None:
     database, _ = load(path, "commit")
     assert database is not None
-    bad = Record(3, b"c" * 16, None, 1, None)  # type: ignore[arg-type]
     with pytest.raises(sqlite3.Error):
-        database.commit([Batch(1, [A]), Batch(2, [bad])])
+        database.commit([Batch(1, [A]), Batch(2, [A])])  # one number twice
     database.commit([Batch(3, [B])])
     database.close()
     assert records(path) == [B]
@@ -151,18 +152,142 @@ def test_batches_that_wait_together_are_committed_together_and_reported_in_order
         really(batches)
 
     database.commit = slowly  # type: ignore[method-assign, assignment]
-    committer = Committer(database, woken.release)
+    committer = Committer(database, woken.release, "full")
     committer.submit(Batch(1, [A]))
+    assert committer.commit() == []
     assert first.wait(10)
     for number in range(2, 6):
         committer.submit(Batch(number, [B], deleted=[B.sequence]))
+        committer.commit()
     go_on.set()
     assert woken.acquire(timeout=10)
     assert woken.acquire(timeout=10)
-    assert [(batch.number, why) for batch, why in committer.outcomes()] == [(n, "") for n in range(1, 6)]
+    assert [(batch.number, why) for batch, why in committer.commit()] == [(n, "") for n in range(1, 6)]
     assert commits == [1, 4]
     committer.close()
     assert records(path) == [A, B]
+
+
+def numbered(*sequences: int) -> list[Record]:
+    return [Record(number, number.to_bytes(16), b"v%d" % number, number, None) for number in sequences]
+
+
+def rows(path: Path) -> int:
+    connection = sqlite3.connect(path)
+    (count,) = connection.execute("SELECT count(*) FROM records").fetchone()
+    connection.close()
+    return int(count)
+
+
+def test_what_was_added_together_is_one_row_until_some_of_it_leaves(path: Path) -> None:
+    commit(path, Batch(1, numbered(1, 2, 3, 4, 5)), Batch(2, numbered(6)), Batch(3, numbered(8, 9)))
+    assert rows(path) == 3
+    assert records(path) == numbered(1, 2, 3, 4, 5, 6, 8, 9)
+    commit(path, Batch(4, deleted=[2, 4, 6]))
+    assert rows(path) == 4  # 1, 3 and 5 alone, 8 and 9 together
+    commit(path, Batch(5, numbered(10, 11), deleted=[1, 8, 9]))
+    assert records(path) == numbered(3, 5, 10, 11)
+    assert rows(path) == 3
+
+
+def test_one_commit_may_add_and_take_apart_and_fail_without_a_trace(path: Path) -> None:
+    database, _ = load(path, "commit")
+    assert database is not None
+    database.commit([Batch(1, numbered(1, 2, 3))])
+    database.commit([Batch(2, numbered(4, 5, 6)), Batch(3, deleted=[2, 5])])
+    with pytest.raises(sqlite3.Error):
+        database.commit([Batch(4, numbered(7, 8)), Batch(5, numbered(1), deleted=[7])])  # 1 is there
+    database.commit([Batch(6, numbered(7, 8, 9)), Batch(7, deleted=[4, 8])])
+    database.close()
+    assert records(path) == numbered(1, 3, 6, 7, 9)
+
+
+def test_a_file_that_churned_holds_what_a_dictionary_holds(path: Path) -> None:
+    random, held, number = Random(7), dict[int, Record](), 0
+    for _ in range(20):
+        database, kept = load(path, "commit")
+        assert database is not None
+        assert kept == list(held.values())
+        for _ in range(20):
+            made = numbered(*range(number + 1, number + random.choice((1, 1, 2, 9, 64)) + 1))
+            number = made[-1].sequence
+            gone = random.sample(sorted(held), min(len(held), random.choice((0, 0, 1, 5, 40))))
+            batches = [Batch(1, deleted=gone), Batch(2, made)]
+            database.commit(batches if random.random() < 0.5 else [Batch(1, made, gone)])
+            held = {n: r for n, r in held.items() if n not in gone} | {r.sequence: r for r in made}
+        database.close()
+
+
+class Seen:
+    """A database whose commits and checkpoints tell on which thread they run, and wait to be let on."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.database, _ = load(path, "commit")
+        assert self.database is not None
+        self.threads: list[tuple[str, bool]] = []
+        self.checkpointing, self.go_on = threading.Event(), threading.Event()
+        commit, checkpoint = self.database.commit, self.database.checkpoint
+
+        def note(what: str) -> None:
+            self.threads.append((what, threading.current_thread() is threading.main_thread()))
+
+        def noted_commit(batches: Any) -> None:
+            note("commit")
+            commit(batches)
+
+        def noted_checkpoint() -> None:
+            note("checkpoint")
+            self.checkpointing.set()
+            assert self.go_on.wait(10)
+            checkpoint()
+
+        monkeypatch.setattr(self.database, "commit", noted_commit)
+        monkeypatch.setattr(self.database, "checkpoint", noted_checkpoint)
+
+
+def test_a_small_commit_is_made_at_once_and_a_checkpoint_keeps_nobody(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the checkpoint has ended the thread commits too, and all is reported in its order."""
+    monkeypatch.setattr(db, "CHECKPOINT_PAGES", 2)
+    seen, woken = Seen(path, monkeypatch), threading.Semaphore(0)
+    assert seen.database is not None
+    committer = Committer(seen.database, woken.release, "commit")
+    for number in (1, 2):
+        committer.submit(Batch(number, numbered(number)))
+        assert [batch.number for batch, _ in committer.commit()] == [number]
+    assert seen.checkpointing.wait(10)
+    committer.submit(Batch(3, numbered(3)))
+    assert committer.commit() == []
+    assert seen.threads == [("commit", True), ("commit", True), ("checkpoint", False)]
+    seen.go_on.set()
+    assert woken.acquire(timeout=10)
+    assert [batch.number for batch, _ in committer.commit()] == [3]
+    assert seen.threads[3] == ("commit", False)
+    committer.close()
+    assert records(path) == numbered(1, 2, 3)
+
+
+@pytest.mark.parametrize("why", ["full", "large", "slow"])
+def test_what_could_wait_for_the_disk_is_committed_by_the_thread(
+    path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    seen, woken = Seen(path, monkeypatch), threading.Semaphore(0)
+    seen.go_on.set()
+    assert seen.database is not None
+    committer = Committer(seen.database, woken.release, "full" if why == "full" else "commit")
+    if why == "slow":
+        monkeypatch.setattr(db, "_SLOW_S", 0.0)
+        committer.submit(Batch(1, numbered(1)))
+        assert len(committer.commit()) == 1
+        seen.threads.clear()
+    value = b"x" * (1 << 20 if why == "large" else 1)
+    committer.submit(Batch(2, [Record(2, b"k" * 16, value, 1, None)]))
+    assert committer.commit() == []
+    assert woken.acquire(timeout=10)
+    assert [batch.number for batch, _ in committer.commit()] == [2]
+    assert seen.threads[0] == ("commit", False)
+    committer.close()
 
 
 def test_removing_takes_the_log_and_what_was_set_aside(path: Path) -> None:
