@@ -6,6 +6,8 @@ if TYPE_CHECKING:
     from shmcache.client import Cache, Hit, SavePlan, Slab, attach
     from shmcache.errors import ShmcacheError
 
+__version__ = "0.1.0"
+
 __all__ = ["Cache", "Hit", "SavePlan", "ShmcacheError", "Slab", "attach"]
 
 

@@ -43,7 +43,7 @@ from typing import get_args
 
 import msgspec
 
-from shmcache import config, index, protocol, shm
+from shmcache import __version__, config, index, protocol, shm
 from shmcache.config import CoordinatorConfig
 from shmcache.connection import LAYOUT
 from shmcache.control import OwnedControlPage
@@ -120,10 +120,14 @@ class Clients:
 
     def look(self) -> list[int]:
         """List the pages, open new ones, and return the clients that are gone."""
-        with os.scandir(self._names.pages) as entries:
-            for name in [entry.name for entry in entries if _PAGE.fullmatch(entry.name)]:
-                if name not in self._refused and int(name, 16) not in self._known:
-                    self._open(name)
+        try:
+            names = os.listdir(self._names.pages)  # noqa: PTH208 (names, not paths)
+        except OSError as error:
+            log.warning("no new pages are seen: %s", error)
+            names = []
+        for name in names:
+            if _PAGE.fullmatch(name) and name not in self._refused and int(name, 16) not in self._known:
+                self._open(name)
         self._unreadable -= {name for name in self._unreadable if remove_if_dead(self._names, name)}
         return [client for client, known in self._known.items() if not known.page.lives()]
 
@@ -187,6 +191,8 @@ class Clients:
             log.warning("page %s is not used: %s", name, error)
         except FileNotFoundError:
             return
+        except OSError as error:  # too many descriptors, say: at the next message it is tried again
+            log.warning("page %s cannot be opened: %s", name, error)
         else:
             self._known[page.client] = _Client(page, time.monotonic())
 
@@ -613,6 +619,7 @@ def arguments() -> argparse.ArgumentParser:
         f"file. Exit codes: 0 stopped, {EXIT_FAILED} failed, {EXIT_USAGE} wrong settings, "
         f"{EXIT_ALREADY_RUNNING} one is running already.",
     )
+    parser.add_argument("--version", action="version", version=f"shmcache {__version__}")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the names below")
     parser.add_argument("--namespace", help="[a-z0-9-]{1,32}; default: default")
     parser.add_argument(
@@ -700,7 +707,7 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(error, EXIT_ALREADY_RUNNING)
     except ConfigError as error:
         return _fail(error, EXIT_USAGE)
-    except ShmcacheError as error:
+    except (ShmcacheError, OSError) as error:
         return _fail(error, EXIT_FAILED)
     return 0
 

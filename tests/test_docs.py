@@ -72,7 +72,7 @@ def test_every_option_that_the_readme_names_exists() -> None:
 
 def test_the_settings_table_names_every_option_of_the_coordinator() -> None:
     table = set(re.findall(r"^\| `(--[a-z-]+)` ", README, re.MULTILINE))
-    assert table == options(server.arguments()) - {"--help", "-h", "--config"}
+    assert table == options(server.arguments()) - {"--help", "-h", "--config", "--version"}
 
 
 def test_every_command_in_the_readme_is_understood() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Callable
+from importlib.metadata import version
 
 import pytest
 
+from shmcache import server
 from shmcache.observe import Observation, TierFigures, WorkerFigures, observe
 from shmcache.page import COUNTERS
 from shmcache.tools.demo import CoordinatorProcess
-from shmcache.tools.main import USAGE_ERROR, main
+from shmcache.tools.main import USAGE_ERROR, main, make_parser
 from shmcache.tools.stat import report
 
 NO_COUNTS = dict.fromkeys(COUNTERS, 0)
@@ -87,11 +91,23 @@ def test_observing_sends_no_message(namespace: str, coordinator: CoordinatorProc
     coordinator.resume()
 
 
-def test_a_namespace_that_never_was_is_an_error_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stat", "--namespace", "never-was"]) == 1
+@pytest.mark.parametrize("command", ["stat", "check"])
+def test_a_namespace_that_never_was_is_an_error_with_the_remedy(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--namespace", "never-was"]) == 1
     assert "start shmcache-coordinator --namespace never-was" in capsys.readouterr().err
 
 
 def test_a_wrong_namespace_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stat", "--namespace", "../etc"]) == USAGE_ERROR
     assert "must match" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parser", [make_parser, server.arguments])
+def test_both_commands_say_which_version_they_are(
+    parser: Callable[[], argparse.ArgumentParser], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        parser().parse_args(["--version"])
+    assert capsys.readouterr().out == f"shmcache {version('shmcache')}\n"

@@ -11,6 +11,8 @@ import argparse
 import msgspec
 
 from shmcache.check import check
+from shmcache.errors import NoCoordinator
+from shmcache.shm import Names
 
 HELP = "walk index, slabs, files and counters, and list what does not agree"
 
@@ -20,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings; 1 where there are some."""
+    """Print the findings; 1 where there are some. Raises NoCoordinator for a namespace that never was."""
+    if not Names(arguments.namespace).directory.exists():
+        raise NoCoordinator(arguments.namespace)
     findings = check(arguments.namespace)
     if arguments.json:
         print(msgspec.json.encode(findings).decode())

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from shmcache import __version__
 from shmcache.config import check_namespace
 from shmcache.errors import ConfigError, ShmcacheError
 from shmcache.tools import (
@@ -55,6 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shmcache", description="Look at, and try, the KV-state cache that llama.cpp workers share."
     )
+    parser.add_argument("--version", action="version", version=f"shmcache {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, module in SUBCOMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)

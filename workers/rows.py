@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import platform
 import time
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import llama_cpp
 import msgspec
 
+from shmcache import __version__
 from shmcache.client import SavePlan
 from shmcache.identity import (
     FingerprintMode,
@@ -135,7 +134,7 @@ class Author(msgspec.Struct, frozen=True, kw_only=True):
             quant_name=self.quant_name,
             ctx_params_hash=self.identity.ctx_params_hash,
             hostname=platform.node(),
-            shmcache_version=_version(),
+            shmcache_version=__version__,
             reason_detail=HEAD_DETAIL if is_head else "",
             text_bytes=len(trail.text),
             key=address.key,
@@ -148,11 +147,3 @@ class Author(msgspec.Struct, frozen=True, kw_only=True):
             layout=self.size.layout,
             base_key=trail.base_key(),
         )
-
-
-@cache
-def _version() -> str:
-    try:
-        return version("shmcache")
-    except PackageNotFoundError:  # run from a source tree
-        return "source"
