@@ -96,7 +96,7 @@ def imports(path: Path) -> Iterator[str]:
             assert node.level == 0, f"{path}: imports are absolute, so that the table can be checked"
             module = node.module or ""
             if module == "shmcache":
-                yield from (alias.name for alias in node.names)
+                yield from (alias.name for alias in node.names if alias.name != "__version__")
             elif module.startswith("shmcache."):
                 yield module.removeprefix("shmcache.")
 
