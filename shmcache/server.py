@@ -427,6 +427,7 @@ class Server:
 
     def close(self) -> None:
         """A clean stop: hit counts are stored, the epoch ends, the segment goes."""
+        self._clients.look()  # a worker that came since the last tick has used rows, too
         self._take_touches()
         self._coordinator.store_use()
         self._control.close_epoch()

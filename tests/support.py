@@ -346,8 +346,9 @@ class Namespace:
         patch: Callable[[], None] | None = None,
         command: bool = False,
         ready: bool = True,
+        within_s: float = WAIT_S,
     ) -> str:
-        """Start a coordinator and return its ready line.
+        """Start a coordinator and return its ready line, which is there within so long.
 
         A fork of this process, which is there in no time and may be patched to die or fail at some step,
         or with `command` the program as people start it. Without `ready` nothing is waited for.
@@ -372,14 +373,14 @@ class Namespace:
             )
         os.close(writer)
         try:
-            return self._first_line(reader) if ready else ""
+            return self._first_line(reader, within_s) if ready else ""
         finally:
             os.close(reader)
 
-    def _first_line(self, reader: int) -> str:
+    def _first_line(self, reader: int, within_s: float) -> str:
         line = b""
         while not line.endswith(b"\n"):
-            assert select.select([reader], [], [], WAIT_S)[0], f"not ready: {self.log()}"
+            assert select.select([reader], [], [], within_s)[0], f"not ready: {self.log()}"
             chunk = os.read(reader, 4096)
             assert chunk, f"ended before it was ready: {self.log()}"
             line += chunk

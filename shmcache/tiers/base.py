@@ -19,6 +19,7 @@ Leaves out: budgets, use order, the index; on which thread it runs (supervisor).
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import stat
@@ -33,7 +34,10 @@ from shmcache import kvc, shm
 from shmcache.errors import CorruptSlab, ForeignObject
 from shmcache.protocol import Tier as TierNumber
 
+log = logging.getLogger(__name__)
+
 SUFFIX = ".kvc"
+PROGRESS_S = 1.0  # between two lines of a scan
 _HANDOVER = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})\.([0-9a-f]{1,16})")
 _ROW = re.compile(r"([0-9a-f]{64})\.kvc")
 
@@ -102,8 +106,9 @@ class Tier(ABC):
     def link(self, handover: HandOver) -> Slab:
         """Give it the row's name and take it out of `in/`; returns what lies there then.
 
-        A file that is there already stays if it validates for this key and size, else it is replaced.
-        Raises OSError, CorruptSlab; nothing new is left then but the hand-over itself.
+        A file that is there already stays if it validates for this key and size, else it is replaced;
+        a directory is set aside. Raises OSError, CorruptSlab, ForeignObject; nothing new is left then but
+        the hand-over itself.
         """
 
     def move(self) -> None:
@@ -111,17 +116,23 @@ class Tier(ABC):
         self.moved_s = time.monotonic()
 
     def scan(self) -> Iterator[Slab | Broken]:
-        """Every file at a row's name, judged by its first 4 KiB."""
-        for directory_fd in self.directory_fds():
-            for key in _keys(directory_fd):
-                try:
-                    yield read_slab(directory_fd, file_name(key), key)
-                except CorruptSlab as error:
-                    yield Broken(key, str(error), damaged=_is_ours(directory_fd, file_name(key)))
-                except ForeignObject as error:
-                    yield Broken(key, str(error), damaged=False)
-                except FileNotFoundError:
-                    continue
+        """Every file at a row's name, judged by its first 4 KiB; a log line says how far it is."""
+        files = [(fd, key) for fd in self.directory_fds() for key in _readable_keys(fd)]
+        said_s = time.monotonic()
+        for done, (directory_fd, key) in enumerate(files):
+            if time.monotonic() - said_s >= PROGRESS_S:
+                said_s = time.monotonic()
+                log.info("tier %s: %d of %d files read", self.number.name.lower(), done, len(files))
+            try:
+                yield read_slab(directory_fd, file_name(key), key)
+            except CorruptSlab as error:
+                yield Broken(key, str(error), damaged=_is_ours(directory_fd, file_name(key)))
+            except ForeignObject as error:
+                yield Broken(key, str(error), damaged=False)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                yield Broken(key, str(error), damaged=False)
 
     def keys(self) -> Iterator[bytes]:
         """The key of every file at a row's name, unread."""
@@ -137,8 +148,16 @@ class Tier(ABC):
         return _is_ours(self.directory_fd(key), file_name(key))
 
     def handed_over(self) -> Iterator[HandOver]:
-        """Every slab that waits in `in/`. What is no file there was not handed over (I3)."""
-        for name in _names(self.in_fd):
+        """Every slab that waits in `in/`. What is no file there was not handed over (I3).
+
+        None as long as the directory cannot be read: the coordinator looks again.
+        """
+        try:
+            names = _names(self.in_fd)
+        except OSError as error:
+            log.warning("what is handed over to %s is not seen: %s", self.number.name.lower(), error)
+            return
+        for name in names:
             handover = HandOver.from_name(name)
             if handover is not None and stat.S_ISREG(self._mode(name)):
                 yield handover
@@ -146,7 +165,7 @@ class Tier(ABC):
     def _mode(self, name: str) -> int:
         try:
             return os.stat(name, dir_fd=self.in_fd, follow_symlinks=False).st_mode
-        except FileNotFoundError:
+        except OSError:
             return 0
 
     def check(self, handover: HandOver) -> Slab:
@@ -154,8 +173,11 @@ class Tier(ABC):
         return read_slab(self.in_fd, handover.name, handover.key)
 
     def refuse(self, handover: HandOver) -> None:
-        """Unlink a slab in `in/`."""
-        shm.unlink_quietly(handover.name, dir_fd=self.in_fd)
+        """Unlink a slab in `in/`. One that stays is looked at again with all that waits there."""
+        try:
+            shm.unlink_quietly(handover.name, dir_fd=self.in_fd)
+        except OSError as error:
+            log.warning("%s stays for now: %s", handover.name, error)
 
     def remove(self, key: bytes) -> bool:
         """Unlink a row's slab; False if it was gone. Whoever maps it keeps its bytes."""
@@ -184,6 +206,14 @@ class Tier(ABC):
         finally:
             os.close(fd)
 
+    def _adopted(self, handover: HandOver, slab: Slab) -> Slab | None:
+        """What has the row's name already, if it is the same slab."""
+        try:
+            there = self.read(handover.key)
+        except (CorruptSlab, ForeignObject):
+            return None
+        return there if there.slab_bytes == slab.slab_bytes else None
+
     @abstractmethod
     def store_forget(self, number: int) -> None:
         """Keep the forget number for as long as the slabs live."""
@@ -203,7 +233,7 @@ def read_slab(directory_fd: int, name: str, key: bytes) -> Slab:
     fd = shm.open_owned(name, os.O_RDONLY, dir_fd=directory_fd)
     try:
         found = os.fstat(fd)
-        head = kvc.parse_head(os.pread(fd, kvc.SCAN_BYTES, 0), found.st_size)
+        head = kvc.parse_head(_first_bytes(fd), found.st_size)
     finally:
         os.close(fd)
     if head.meta.key != key:
@@ -211,16 +241,43 @@ def read_slab(directory_fd: int, name: str, key: bytes) -> Slab:
     return Slab(head, found.st_size, bool(found.st_mode & stat.S_ISVTX))
 
 
+def _first_bytes(fd: int) -> bytes:
+    """What a scan reads (I2); a short read is gone on with, so that only the file's end cuts it."""
+    content = os.pread(fd, kvc.SCAN_BYTES, 0)
+    while len(content) < kvc.SCAN_BYTES and (
+        more := os.pread(fd, kvc.SCAN_BYTES - len(content), len(content))
+    ):
+        content += more
+    return content
+
+
 def _is_ours(directory_fd: int, name: str) -> bool:
     """Whether a damaged file was of this version: another version's rows are not ours to judge."""
     try:
         fd = shm.open_owned(name, os.O_RDONLY, dir_fd=directory_fd)
-    except (FileNotFoundError, ForeignObject):
+    except (OSError, ForeignObject):
         return False
     try:
-        return kvc.version_of(os.pread(fd, kvc.SCAN_BYTES, 0)) in (None, kvc.VERSION)
+        return kvc.version_of(_first_bytes(fd)) in (None, kvc.VERSION)
+    except OSError:
+        return False
     finally:
         os.close(fd)
+
+
+def set_aside(directory_fd: int, name: str) -> None:
+    """Rename a directory at a row's name: it is not ours to remove (I3), and the row needs the name."""
+    aside = f"{name}.aside-{time.time_ns()}"
+    os.rename(name, aside, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+    log.warning("a directory lay at the name of a row, and is %s now", aside)
+
+
+def _readable_keys(directory_fd: int) -> Iterator[bytes]:
+    """None of a directory that cannot be read."""
+    try:
+        yield from _keys(directory_fd)
+    except OSError as error:
+        log.warning("rows are not seen: %s", error)
 
 
 def _keys(directory_fd: int) -> Iterator[bytes]:
