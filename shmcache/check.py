@@ -3,6 +3,7 @@
     row     → slab file of the right size, whose metadata and payload are those of this row
     row     → bit in its block's bitmap                      bit  → row with that block and tail
     file    → row                                            in/  → nothing at rest
+    aside   → nothing: a slab that an audit found wrong is a finding until it is evicted
     counter → what was counted here                          page → lock held; FIFO → page
     epoch   → one segment, and none of another epoch
 
@@ -82,6 +83,8 @@ def _check_index(view: View, reader: IndexReader) -> Iterator[Finding]:
         if held_bytes + figures[f"charged_{name}"] > figures[f"budget_{name}"]:
             yield Finding("budget", name, f"{held_bytes} bytes are over {figures[f'budget_{name}']}")
         yield from _check_files(view, tier, held)
+    for _, path in view.asides():
+        yield Finding("aside", path.stem, f"an audit found it wrong: {path} is kept until it is evicted")
     yield from _differs(
         "saves_reserved",
         figures["saves_reserved"],

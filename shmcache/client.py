@@ -54,7 +54,6 @@ RESERVE_TIMEOUT_MS = 250
 
 _ANSWER_NS = 2_000_000_000
 _IDLE_S = 0.5
-_RESUME_STEP_S = 0.002
 _BAD_WORDS = 1000  # publications that did not verify, remembered until so many are
 _VERDICT_COUNTERS: dict[VerdictKind, str] = {
     "present": "save_present",
@@ -117,6 +116,7 @@ class Hit:
         self._note = cache.connection.used
         self.found = found
         self.image = slab.image
+        self.opened_us = 0  # that mapping or reading it took; whoever counts that sets it to 0
 
     def use(self, counter: HitCounter | None = None) -> None:
         """Note that the row was restored, which keeps it warm; and count the hit, if it is told how."""
@@ -329,6 +329,11 @@ class Cache:
         self.count("restore_refused")
         self._drop(hit.found, why)
 
+    def quarantine(self, hit: Hit, why: str) -> None:
+        """Forget a row whose state is not what its record makes; its slab is kept to be looked at."""
+        self.count("audits_differed")
+        self._drop(hit.found, why, aside=True)
+
     def let_go(self) -> None:
         """Unmap all that is kept: the next hit of each row maps and sums it anew."""
         with self._lock:
@@ -342,7 +347,7 @@ class Cache:
         if found.word in self._bad_words:
             return None
         try:
-            return self._read(found) if found.row.tier == Tier.DISK else self._map(found)
+            return self._opened(found)
         except FileNotFoundError:
             # A row leaves before its file does: one that is still there has lost it some other way.
             if self._is_published(found):
@@ -354,6 +359,12 @@ class Cache:
         except FAULTS as error:
             self.connection.fault("map", error)
         return None
+
+    def _opened(self, found: Found) -> Hit:
+        began_ns = time.perf_counter_ns()
+        hit = self._read(found) if found.row.tier == Tier.DISK else self._map(found)
+        hit.opened_us = (time.perf_counter_ns() - began_ns) // 1000
+        return hit
 
     def _map(self, found: Found) -> Hit:
         row = found.row
@@ -389,7 +400,7 @@ class Cache:
         again = reader.get(found.row.key) if reader is not None else None
         return again is not None and again.word == found.word
 
-    def _drop(self, found: Found, why: str) -> None:
+    def _drop(self, found: Found, why: str, *, aside: bool = False) -> None:
         key = found.row.key
         with self._lock:
             self._kept.let_go(key)
@@ -398,7 +409,9 @@ class Cache:
                 self._bad_words.clear()
             self._bad_words.add(found.word)
         if not self.read_only:
-            self.connection.tell(lambda head: protocol.Drop(**head, key=key, word=found.word, why=why[:200]))
+            self.connection.tell(
+                lambda head: protocol.Drop(**head, key=key, word=found.word, why=why[:200], aside=aside)
+            )
 
     # ---- SAVE
 
@@ -449,18 +462,15 @@ class Cache:
     def resume(self, key: bytes, timeout_ms: int) -> bool:
         """Wait until a row is there whose save may not have told its key yet; whether it is there.
 
-        The coordinator knows the key of a reply in the making only when it has a name, and then publishes
-        at once: so the index is looked at in short steps.
+        Ends early when the save of that key has ended without a row, and when there is no coordinator.
         """
-        end_ns = time.monotonic_ns() + timeout_ms * 1_000_000
-        while (reader := self.connection.reader()) is not None:
-            if reader.get(key) is not None:
-                return True
-            left_ns = end_ns - time.monotonic_ns()
-            if left_ns <= 0:
-                return False
-            time.sleep(min(_RESUME_STEP_S, left_ns / 1e9))
-        return False
+        reader = self.connection.reader()
+        if reader is None or timeout_ms <= 0 or reader.get(key) is not None:
+            return reader is not None and reader.get(key) is not None
+        answer = self.connection.ask(
+            lambda head: protocol.Await(**head, key=key, unannounced=True), timeout_ms * 1_000_000
+        )
+        return isinstance(answer, protocol.Outcome) and answer.published
 
     def _wire(self, plan: SavePlan) -> Plan:
         address = plan.address

@@ -3,7 +3,7 @@
     Reserve ─► verdicts            room is made, bytes are charged, the key is held
     Written ─► check ─► Link job ─► linked ─► publish      or refused, and the bytes are given back
     Cancel, client_gone ─► let go                          what has a name is looked at first
-    Drop, Evict ─► remove                                  row, then file
+    Drop, Evict ─► remove                                  row, then file; or the file is set aside
 
 A tier's directory is touched on the tier's own lane only: jobs go in, outcomes come back (supervisor).
 What waits in `in/`, always in /dev/shm, is read and refused right here.
@@ -11,9 +11,9 @@ What waits in `in/`, always in /dev/shm, is read and refused right here.
 Owner: one per namespace; everything here runs on the thread of the server's loop.
 Readers: nobody; workers read the index.
 Invariants
-    I1  For each tier: bytes of its rows + bytes whose unlinking is under way + bytes charged to saves
-        in flight + bytes that workers hold beyond what they reserved here <= budget, whenever a worker
-        may write: a grant in memory is answered only when what left for it is gone.
+    I1  For each tier: bytes of its rows and of slabs set aside + bytes whose unlinking is under way + bytes
+        charged to saves in flight + bytes that workers hold beyond what they reserved here <= budget,
+        whenever a worker may write: a grant in memory is answered only when what left for it is gone.
     I2  A row is published after its slab is linked, and removed before its slab is unlinked.
     I3  The row that a live reservation extends, and its ancestors, are not evicted.
     I4  Every waiter gets one outcome: at publish, refusal, cancel, or its owner's end; and none once
@@ -45,7 +45,7 @@ from shmcache.eviction import HEAD, PINNED, Entry, Residents
 from shmcache.index import Found, IndexWriter, Published, Row
 from shmcache.key import identity_tag
 from shmcache.kvc import HEAD_DETAIL, Meta
-from shmcache.policy import Speed, gain_ms_per_byte
+from shmcache.policy import Measured, gain_ms_per_byte
 from shmcache.protocol import (
     NO_MAILBOX,
     AnyReply,
@@ -76,6 +76,8 @@ from shmcache.tiers.supervisor import (
     Link,
     Look,
     Remove,
+    RemoveAside,
+    SetAside,
     SetPin,
     StoreForget,
     Survey,
@@ -86,6 +88,8 @@ log = logging.getLogger(__name__)
 
 _NOBODY = -1  # client of what is adopted: its owner was another coordinator's
 _SURVEY_SLICE = 2_000
+_ASIDE_SLABS = 8  # that a tier keeps to be looked at, the newest
+_ASIDE_SHARE = 8  # an eighth of its budget at most
 _AGED_SLOTS = 4_096  # looked at each tick: a whole index of 65,536 rows in seven seconds
 
 
@@ -111,6 +115,7 @@ class TierState(msgspec.Struct):
     max_rows and max_age_s: None where there is no such limit.
     bytes_of has, by tenant, the bytes of its rows.
     leaving holds, in order, rows that are out of the index and whose unlinking is under way.
+    aside has key and bytes of the slabs that were found wrong and are kept, the oldest first.
     deferred are grants that wait until so many removals have ended.
     """
 
@@ -124,6 +129,7 @@ class TierState(msgspec.Struct):
     bytes_of: dict[int, int] = msgspec.field(default_factory=dict)
     leaving: deque[tuple[bytes, int]] = msgspec.field(default_factory=deque)
     leaving_bytes: int = 0
+    aside: list[tuple[bytes, int]] = msgspec.field(default_factory=list)
     removals: int = 0
     removals_ended: int = 0
     deferred: list[tuple[int, Reply]] = msgspec.field(default_factory=list)
@@ -172,7 +178,7 @@ class Coordinator:
         *,
         rules: Rules = _DEFAULTS,
         store_forget: Callable[[int], None] = lambda _number: None,
-        speed_of: Callable[[int], Speed | None] = lambda _client: None,
+        measured_of: Callable[[int, Tier], Measured] = lambda _client, _tier: Measured(),
     ) -> None:
         """Nothing is adopted yet.
 
@@ -184,7 +190,7 @@ class Coordinator:
             unnamed_bytes: by client, the bytes without a name that each worker says it holds.
             rules: who may stay.
             store_forget: shows the forget number to all workers.
-            speed_of: what is measured of a worker's speed, None as long as nothing is.
+            measured_of: what a worker has counted of its computing, and of its restores from a tier.
         """
         self._index = index
         self._tiers = {state.number: state for state in tiers}
@@ -201,8 +207,8 @@ class Coordinator:
         self._order = Residents(index.slots, len(Tier), rules.eviction, by_tenant=rules.tenant_share < 1)
         self._tenants: dict[bytes | None, int] = {}
         self._asked = Asked(index.max_rows) if rules.disk_admission == "second_use" else None
-        self._speed_of = speed_of
-        self._speeds: dict[int, Speed] = {}
+        self._measured_of = measured_of
+        self._measured: dict[tuple[int, int], Measured] = {}
         # Who waits for a key (Await) or for a token (Written): place and request. Only those still
         # parked are answered.
         self._waiters: dict[bytes | int, list[tuple[_Place, int]]] = {}
@@ -345,10 +351,10 @@ class Coordinator:
         """Looks into the index first: the save may have ended before the question came."""
         if self._index.get(request.key) is not None:
             self._answer(request, Outcome(True))
-        elif self._reservations.by_key(request.key) is None:
-            self._answer(request, Outcome(False, "nothing in flight"))
-        else:
+        elif request.unannounced or self._reservations.by_key(request.key) is not None:
             self._wait_for(request, request.key)
+        else:
+            self._answer(request, Outcome(False, "nothing in flight"))
 
     def _cancel(self, request: Cancel) -> None:
         for reservation in self._reservations.of_client(request.client):
@@ -359,9 +365,15 @@ class Coordinator:
         found = self._index.get(request.key)
         if found is None or found.word != request.word:
             return
-        log.warning("row %s is dropped: %s", request.key.hex(), request.why)
         self._count("corrupt_rows")
-        self._remove(found)
+        if not request.aside:
+            log.warning("row %s is dropped: %s", request.key.hex(), request.why)
+            self._remove(found)
+            return
+        log.error("row %s is set aside: %s", request.key.hex(), request.why)
+        self._index.remove(request.key)
+        self._forget_row(found, keep_file=True)
+        self._set_aside(self._tiers[Tier(found.row.tier)], found.row)
 
     def _evict_for_good(self, request: Evict) -> None:
         """Rows first, then the number (I5), then whatever of older sequences has a name already."""
@@ -369,17 +381,26 @@ class Coordinator:
         for found in named:
             self._count("forgotten")
             self._remove(found)
+        aside = sum(self._forget_aside(state, request.keys) for state in self._tiers.values())
         self._forget += 1
         self._store_forget(self._forget)
         for state in self._tiers.values():
             state.lane.submit(StoreForget(self._forget))
-        keys = frozenset(found.row.key for found in named) | self._take_back()
+        keys = frozenset(request.keys) | self._take_back()
         if request.mailbox != NO_MAILBOX:
             self._parked[request.client, request.mailbox] = request.request
             reply = Reply(request.client, request.mailbox, request.request, Evicted(0, 0))
             until = {number: state.removals for number, state in self._tiers.items()}
-            self._forgetting.append(Forgetting(reply, len(named), keys, until))
+            self._forgetting.append(Forgetting(reply, len(named) + aside, keys, until))
             self._answer_forgetting()
+
+    def _forget_aside(self, state: TierState, keys: Sequence[bytes]) -> int:
+        """Remove those slabs of these keys that were set aside; how many."""
+        named = [(key, size_bytes) for key, size_bytes in state.aside if key in keys]
+        for key, size_bytes in named:
+            state.aside.remove((key, size_bytes))
+            self._release(state, RemoveAside(key), size_bytes)
+        return len(named)
 
     def _take_back(self) -> frozenset[bytes]:
         """Refuse what older sequences have handed over; the keys of those whose link is under way.
@@ -392,7 +413,7 @@ class Coordinator:
         for reservation in self._reservations:
             if reservation.state is State.CHECKED and reservation.named is not None:
                 linking.add(reservation.named)
-                self._release(self._tiers[reservation.plan.tier], reservation.named, 0)
+                self._release(self._tiers[reservation.plan.tier], Remove(reservation.named), 0)
         return frozenset(linking)
 
     def _answer_forgetting(self) -> None:
@@ -460,7 +481,7 @@ class Coordinator:
                 elif entry.damaged:
                     log.warning("row %s is removed: %s", entry.key.hex(), entry.why)
                     self._count("corrupt_rows")
-                    self._release(state, entry.key, 0)
+                    self._release(state, Remove(entry.key), 0)
                 else:
                     log.warning("row %s is left alone: %s", entry.key.hex(), entry.why)
             slabs.sort(key=lambda slab: slab.head.meta.last_used_unix_s)
@@ -471,6 +492,8 @@ class Coordinator:
                 found = self._index.get(slab.head.meta.key)
                 if found is not None and found.row.tier == state.number:
                     self._descend(found.slot, found.row.text_bytes, slab.head.meta.base_key)
+            state.aside = state.lane.tier.asides()
+            self._bound_aside(state)
             self._evict(self._victims(state)[0])
         self._expire(range(self._index.slots))
         self._adopt_orphans()
@@ -490,6 +513,7 @@ class Coordinator:
         self._now = now
         self._note_held()
         self._take_named()
+        self._forget_waiters()
         for state in self._tiers.values():
             state.lane.submit(Survey())
         return self._take_replies()
@@ -528,7 +552,7 @@ class Coordinator:
                 match done.job:
                     case Link():
                         self._linked(state, done.job.handover, done)
-                    case Remove():
+                    case Remove() | SetAside() | RemoveAside():
                         self._removed(state, done)
                     case SetPin():
                         self._wake(_pin_of(done.job.key), Pinned(not done.error, done.error))
@@ -605,7 +629,7 @@ class Coordinator:
             self._refuse(reservation, handover, done.error)
             return
         self._reservations.advance(reservation, Event.LINKED)
-        self._note_speed(reservation.client, done.slab.head.meta)
+        self._note_speed(reservation.client, done.slab.head.meta, state.number)
         if reservation.forget < self._forget:
             self._refuse(reservation, handover, "forgotten")  # Its file goes: _take_back.
         elif any(key == handover.key for key, _ in state.leaving):
@@ -617,10 +641,11 @@ class Coordinator:
         else:
             self._refuse(reservation, handover, "the index has no room")
 
-    def _note_speed(self, client: int, meta: Meta) -> None:
+    def _note_speed(self, client: int, meta: Meta, tier: Tier) -> None:
         """The model's rows are worth what its workers measure."""
-        if (speed := self._speed_of(client)) is not None:
-            self._speeds[identity_tag(meta.model_fp, meta.ctx_params_hash)] = speed
+        measured = self._measured_of(client, tier)
+        if measured.has_prefilled:
+            self._measured[identity_tag(meta.model_fp, meta.ctx_params_hash), tier] = measured
 
     def _mismatch(self, reservation: Reservation, slab: Slab) -> str:
         """Why a checked slab is not what was reserved; empty if it is."""
@@ -759,17 +784,17 @@ class Coordinator:
                 self._remove(found)
             elif done.is_damaged:
                 log.warning("row %s is removed: %s", key.hex(), done.error)
-                self._release(state, key, 0)
+                self._release(state, Remove(key), 0)
         elif found is None and self._forget > self._forget_at_start:
             # It may be one that was forgotten and would not go: nothing comes back this way.
-            self._release(state, key, done.slab.slab_bytes)
+            self._release(state, Remove(key), done.slab.slab_bytes)
         elif found is None:
             self._enter(state, done.slab, done.slab.head.meta.base_key)
             found = self._index.get(key)
             if found is not None and not self._make_room(state):
                 self._remove(found)
         elif found.row.tier > state.number:
-            self._release(state, key, done.slab.slab_bytes)
+            self._release(state, Remove(key), done.slab.slab_bytes)
 
     # ---- rows
 
@@ -796,7 +821,7 @@ class Coordinator:
         if not is_full or self._evict_one(state):
             published = self._index.publish(row, self._least_used)
         if published is None:
-            self._release(state, row.key, row.slab_bytes)
+            self._release(state, Remove(row.key), row.slab_bytes)
             return False
         entry = self._entry(row, slab, published)
         if published.evicted is not None:
@@ -818,7 +843,7 @@ class Coordinator:
         """What eviction has to know; a row that replaces another of its key inherits its uses."""
         meta, now_s = slab.head.meta, self._now.unix_s
         # A file may say anything of its times; the future is not believed.
-        speed = self._speeds.get(row.identity_tag, Speed())
+        speed = self._measured.get((row.identity_tag, row.tier), Measured()).speed
         uses, used_unix_s = meta.hit_count, min(meta.last_used_unix_s, now_s)
         if (before := published.replaced) is not None:
             uses = max(uses, self._order.hits[before.slot])
@@ -940,6 +965,7 @@ class Coordinator:
     def _free_bytes(self, state: TierState) -> int:
         """What the budget leaves once all that leaves is gone; negative when it is exceeded (I1)."""
         free_bytes = state.budget_bytes - state.used_bytes - self._reservations.charged_bytes(state.number)
+        free_bytes -= sum(size_bytes for _, size_bytes in state.aside)
         return free_bytes if state.staging_bytes else free_bytes - self._unreserved_bytes()
 
     def _unreserved_bytes(self) -> int:
@@ -1017,20 +1043,38 @@ class Coordinator:
         if not state.bytes_of[tenant]:
             del state.bytes_of[tenant]
         if not keep_file:
-            self._release(state, found.row.key, found.row.slab_bytes)
+            self._release(state, Remove(found.row.key), found.row.slab_bytes)
 
-    def _release(self, state: TierState, key: bytes, slab_bytes: int) -> None:
-        """Have a slab unlinked; its bytes count until that is done."""
-        state.leaving.append((key, slab_bytes))
+    def _release(self, state: TierState, job: Remove | SetAside | RemoveAside, slab_bytes: int) -> None:
+        """Have a slab lose its name; its bytes count until that is done."""
+        state.leaving.append((job.key, slab_bytes))
         state.leaving_bytes += slab_bytes
         state.removals += 1
-        state.lane.submit(Remove(key))
+        state.lane.submit(job)
+
+    def _set_aside(self, state: TierState, row: Row) -> None:
+        state.aside = [(key, size_bytes) for key, size_bytes in state.aside if key != row.key]
+        state.aside.append((row.key, row.slab_bytes))
+        self._release(state, SetAside(row.key), row.slab_bytes)
+        self._bound_aside(state)
+
+    def _bound_aside(self, state: TierState) -> None:
+        """The oldest go where there are too many, or too large ones."""
+        bound_bytes = state.budget_bytes // _ASIDE_SHARE
+        while len(state.aside) > _ASIDE_SLABS or sum(size for _, size in state.aside) > bound_bytes:
+            key, size_bytes = state.aside.pop(0)
+            log.warning("row %s, which was set aside, is removed: there is no room for it", key.hex())
+            self._release(state, RemoveAside(key), size_bytes)
 
     def _removed(self, state: TierState, done: Done) -> None:
         """The oldest removal has ended; who waited for it is answered."""
         key, slab_bytes = state.leaving.popleft()
         state.leaving_bytes -= slab_bytes
         state.removals_ended += 1
+        if isinstance(done.job, SetAside) and done.error:
+            # Under its old name it would be taken for a row again.
+            state.aside = [(other, size) for other, size in state.aside if other != key]
+            self._release(state, Remove(key), slab_bytes)
         for forgetting in self._forgetting:
             forgetting.failed += bool(done.error) and key in forgetting.keys
         self._answer_forgetting()
@@ -1062,6 +1106,12 @@ class Coordinator:
             waiting[:] = [(other, asked) for other, asked in waiting if self._parked.get(other) == asked]
             waiting.append((place, request.request))
             self._parked[place] = request.request
+
+    def _forget_waiters(self) -> None:
+        """Nobody may ever save what was waited for unannounced; who waits no more is not kept."""
+        for what, waiting in list(self._waiters.items()):
+            if all(self._parked.get(place) != asked for place, asked in waiting):
+                del self._waiters[what]
 
     def _wake(self, what: bytes | int, outcome: Outcome | Pinned) -> None:
         """Answer all who wait for a key, a token or a pin."""

@@ -105,7 +105,19 @@ COUNTERS = (
     "restore_us",
     "restored_bytes",
     "save_first_use",
+    "disk_restore_us",
+    "disk_restored_bytes",
+    "save_dropped_slower_than_prefill",
+    "audits",
+    "audits_differed",
 )
+
+
+def restore_counters(*, on_disk: bool) -> tuple[str, str]:
+    """Counters of the bytes that were restored, and of the microseconds: from /dev/shm, or from a disk."""
+    return ("disk_restored_bytes", "disk_restore_us") if on_disk else ("restored_bytes", "restore_us")
+
+
 COUNTER_INDEX = {name: index for index, name in enumerate(COUNTERS)}
 
 LAYOUT = crc32c(repr((2, SIZE_BYTES, MAILBOXES, MAILBOX_BYTES, RING_WORDS, COUNTERS)).encode())

@@ -42,6 +42,7 @@ import msgspec
 from shmcache.config import Gates
 from shmcache.errors import MIB
 
+MEASURED_TOKENS = 1_000  # of prefill, before a worker's speed is believed
 KERNEL_ROWS = 64  # the fewest rows of a batch that llama.cpp's flash attention treats like any longer one
 
 
@@ -133,6 +134,53 @@ class Speed(msgspec.Struct, frozen=True):
     restore_ms_per_mib: float = 0.15
 
 
+class Measured(msgspec.Struct, frozen=True):
+    """What a worker has counted: tokens that it computed, bytes that it restored, and what both took."""
+
+    prefilled_tokens: int = 0
+    prefill_us: int = 0
+    restored_bytes: int = 0
+    restore_us: int = 0
+
+    @property
+    def has_prefilled(self) -> bool:
+        """Whether it has computed enough to be believed. A context without counters has taken no time."""
+        return self.prefilled_tokens >= MEASURED_TOKENS and self.prefill_us > 0
+
+    @property
+    def has_restored(self) -> bool:
+        """Whether it has restored enough to be believed."""
+        return self.restored_bytes >= MIB
+
+    @property
+    def speed(self) -> Speed:
+        """The two speeds; what is not measured is assumed."""
+        assumed = Speed()
+        return Speed(
+            self.prefill_us / 1000 / self.prefilled_tokens
+            if self.has_prefilled
+            else assumed.prefill_ms_per_token,
+            self.restore_us / 1000 / (self.restored_bytes / MIB)
+            if self.has_restored
+            else assumed.restore_ms_per_mib,
+        )
+
+    def plus(self, other: Measured) -> Measured:
+        """Both together."""
+        return Measured(
+            self.prefilled_tokens + other.prefilled_tokens,
+            self.prefill_us + other.prefill_us,
+            self.restored_bytes + other.restored_bytes,
+            self.restore_us + other.restore_us,
+        )
+
+    def faded(self) -> Measured:
+        """With less of what was restored: after some dozens of these nothing is known any more."""
+        return msgspec.structs.replace(
+            self, restored_bytes=self.restored_bytes * 7 // 8, restore_us=self.restore_us * 7 // 8
+        )
+
+
 class Standing(msgspec.Struct, frozen=True):
     """What eviction knows of a row.
 
@@ -153,6 +201,13 @@ def gain_ms_per_byte(token_count: int, slab_bytes: int, speed: Speed) -> float:
     prefill_ms = token_count * speed.prefill_ms_per_token
     restore_ms = slab_bytes / MIB * speed.restore_ms_per_mib
     return max(0.0, prefill_ms - restore_ms) / slab_bytes
+
+
+def restore_pays(token_count: int, slab_bytes: int, measured: Measured) -> bool:
+    """Whether a row's restore takes less than its prefill; as long as either is not measured, it does."""
+    if not (measured.has_prefilled and measured.has_restored):
+        return True
+    return gain_ms_per_byte(token_count, slab_bytes, measured.speed) > 0
 
 
 def worth(row: Standing, now_s: float, half_life_s: float) -> float:

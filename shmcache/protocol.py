@@ -100,9 +100,14 @@ class Written(Request, frozen=True, tag="written"):
 
 
 class Await(Request, frozen=True, tag="await"):
-    """Reply when no reservation of this key is in flight any more."""
+    """Reply when no reservation of this key is in flight any more.
+
+    unannounced: also where none of this key is known, for a reply in the making has no key yet; whoever asks
+    so has a deadline.
+    """
 
     key: Key
+    unannounced: bool = False
 
 
 class Cancel(Request, frozen=True, tag="cancel"):
@@ -117,11 +122,15 @@ class Cancel(Request, frozen=True, tag="cancel"):
 
 
 class Drop(Request, frozen=True, tag="drop"):
-    """The publication `word` of this row failed its checks; forget it, once."""
+    """The publication `word` of this row failed its checks; forget it, once.
+
+    aside: its checks found nothing, its state is wrong all the same: the slab is kept to be looked at.
+    """
 
     key: Key
     word: Annotated[int, msgspec.Meta(ge=0)]
     why: str
+    aside: bool = False
 
 
 MAX_EVICTED = 200

@@ -60,8 +60,8 @@ from shmcache.errors import (
     mib,
 )
 from shmcache.mq import ServerQueue
-from shmcache.page import ClientPage, Word, remove_if_dead
-from shmcache.policy import Speed
+from shmcache.page import ClientPage, Word, remove_if_dead, restore_counters
+from shmcache.policy import Measured
 from shmcache.protocol import AnyRequest, Cancel, DecisionRequest, Tier
 from shmcache.shm import SHM_ROOT, Names
 from shmcache.tiers import base
@@ -80,7 +80,6 @@ SWEEP_S = 30.0
 STORE_USE_S = 60.0
 STUCK_S = 60.0
 LET_GO_S = 2.0  # an idle worker lets go of an index within half a second
-MEASURED_TOKENS = 1_000  # of prefill, before a worker's speed is believed
 _MESSAGES_A_TURN = 256
 _LOOK_FOR_MORE_NS = 50_000
 _DECISION_REQUESTS = get_args(DecisionRequest)  # isinstance of a union takes ten times as long
@@ -148,17 +147,13 @@ class Clients:
         """By client, the bytes without a name that it states."""
         return {client: known.page.words[Word.UNNAMED] for client, known in self._known.items()}
 
-    def speed(self, client: int) -> Speed | None:
-        """How fast this worker computes and restores, once it has done some of both; None before."""
-        known = self._known.get(client)
-        counted = known.page.counters() if known is not None else {}
-        if not counted or counted["prefilled_tokens"] < MEASURED_TOKENS:
-            return None
-        prefill_ms_per_token = counted["prefill_us"] / 1000 / counted["prefilled_tokens"]
-        restored_mib = counted["restored_bytes"] / MIB
-        if restored_mib < 1:
-            return Speed(prefill_ms_per_token=prefill_ms_per_token)
-        return Speed(prefill_ms_per_token, counted["restore_us"] / 1000 / restored_mib)
+    def measured(self, client: int, tier: Tier) -> Measured:
+        """What this worker has counted of its computing, and of its restores from a tier."""
+        if (known := self._known.get(client)) is None:
+            return Measured()
+        counted = known.page.counters()
+        restored_bytes, restore_us = (counted[name] for name in restore_counters(on_disk=tier is Tier.DISK))
+        return Measured(counted["prefilled_tokens"], counted["prefill_us"], restored_bytes, restore_us)
 
     def drain_touches(self) -> Iterator[list[int]]:
         """Touch words of each worker since the last call."""
@@ -243,7 +238,7 @@ class Server:
                     tenant_share=settings.tenant_share,
                     disk_admission=settings.disk_admission,
                 ),
-                speed_of=self._clients.speed,
+                measured_of=self._clients.measured,
                 store_forget=self._control.store_forget,
             )
             decisions = stack.enter_context(_segment(names.decisions_segment(epoch), table_bytes(settings)))

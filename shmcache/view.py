@@ -23,7 +23,7 @@ from shmcache.index import IndexReader, Row
 from shmcache.page import ClientPage
 from shmcache.protocol import Tier
 from shmcache.shm import SHM_ROOT, Mapping, Names
-from shmcache.tiers.base import Slab, file_name, read_slab
+from shmcache.tiers.base import ASIDE_SUFFIX, Slab, file_name, read_slab
 from shmcache.tiers.disk import disk_directory, disk_path
 
 
@@ -39,9 +39,8 @@ class View:
 
     def slab_path(self, tier: Tier, key: bytes) -> Path:
         """Where the slab of a row lies. Raises OSError, ForeignObject where the disk tier is unknown."""
-        if tier is Tier.DISK:
-            return disk_path(disk_directory(self.names), key)
-        return self.names.tier(tier.name.lower(), self.epoch) / file_name(key)
+        directory = self.tier_path(tier)
+        return disk_path(directory, key) if tier is Tier.DISK else directory / file_name(key)
 
     def rows(self) -> Iterator[Row]:
         """All rows, in no order."""
@@ -55,12 +54,20 @@ class View:
 
     def slab(self, row: Row) -> Slab:
         """A row's slab, by its first 4 KiB. Raises CorruptSlab, ForeignObject, OSError."""
-        path = self.slab_path(Tier(row.tier), row.key)
-        directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            return read_slab(directory_fd, path.name, row.key)
-        finally:
-            os.close(directory_fd)
+        return slab_at(self.slab_path(Tier(row.tier), row.key), row.key)
+
+    def asides(self) -> Iterator[tuple[Tier, Path]]:
+        """Every slab that was found wrong and is kept: its tier, and where it lies."""
+        for tier in Tier:
+            with contextlib.suppress(OSError, ForeignObject):
+                pattern = f"{'*/' if tier is Tier.DISK else ''}*{ASIDE_SUFFIX}"
+                yield from ((tier, path) for path in sorted(self.tier_path(tier).glob(pattern)))
+
+    def tier_path(self, tier: Tier) -> Path:
+        """Where a tier's slabs lie. Raises OSError, ForeignObject where the disk tier is unknown."""
+        if tier is Tier.DISK:
+            return disk_directory(self.names)
+        return self.names.tier(tier.name.lower(), self.epoch)
 
     def pages(self) -> Iterator[tuple[str, ClientPage | None]]:
         """Every worker's page by name; None for one that is not ours or not of this build."""
@@ -75,6 +82,15 @@ class View:
                 else:
                     with contextlib.closing(page):
                         yield name, page
+
+
+def slab_at(path: Path, key: bytes) -> Slab:
+    """A slab by its first 4 KiB. Raises CorruptSlab, ForeignObject, OSError."""
+    directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return read_slab(directory_fd, path.name, key)
+    finally:
+        os.close(directory_fd)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from shmcache.protocol import (
     Cancel,
     Drop,
     Evict,
+    Evicted,
     Extend,
     Outcome,
     Plan,
@@ -554,7 +555,76 @@ def test_a_row_that_did_not_verify_is_dropped_once(desk: Desk) -> None:
     assert desk.texts(A) == [A], "a late report about the one before"
 
 
+def set_aside(desk: Desk, text: bytes) -> None:
+    found = desk.index.get(key_of(text))
+    assert found is not None
+    head = desk.head(2, NO_MAILBOX)
+    desk.tell(Drop(**head, key=key_of(text), word=found.word, why="its state differs", aside=True))
+    desk.run()
+
+
+def test_a_row_that_an_audit_found_wrong_is_nobodys_and_its_slab_is_kept(desk: Desk) -> None:
+    desk.save(A)
+    desk.save(B)
+    set_aside(desk, A)
+    assert desk.keys() == desk.files() == {key_of(B)}
+    assert desk.state.lane.tier.asides() == [(key_of(A), SLAB)]
+    assert desk.coordinator.statistics()["corrupt_rows"] == 1
+    desk.save(A)
+    assert desk.keys() == {key_of(A), key_of(B)}, "its text may be saved again"
+    assert desk.restart() == 2, "what is set aside is not adopted"
+    assert desk.state.aside == [(key_of(A), SLAB)]
+    evict = Evict(**desk.head(2), keys=[key_of(A)])
+    assert desk.ask(evict) == Evicted(2, 0), "the new row, and the old slab"
+    assert desk.state.lane.tier.asides() == []
+
+
+def test_what_is_set_aside_is_charged_and_bounded(space: Namespace) -> None:
+    with contextlib.closing(Desk(space, slabs=17)) as desk:
+        texts = [prompt(1000, name=f"text {number}") for number in range(4)]
+        for text in texts[:3]:
+            desk.save(text)
+            set_aside(desk, text)
+        kept = [key for key, _ in desk.state.lane.tier.asides()]
+        assert kept == [key_of(text) for text in texts[1:3]], "an eighth of 17 slabs holds two"
+        assert desk.coordinator._free_bytes(desk.state) == 15 * SLAB
+
+
+def test_a_slab_that_cannot_be_set_aside_goes(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_key: bytes) -> None:
+        raise OSError(5, "Input/output error")
+
+    desk.save(A)
+    monkeypatch.setattr(desk.state.lane.tier, "set_aside", fail)
+    set_aside(desk, A)
+    desk.run()
+    assert desk.keys() == desk.files() == set()
+    assert desk.state.aside == []
+
+
 # ---- waiting
+
+
+def test_who_waits_for_a_reply_that_has_no_key_yet_hears_of_it_when_it_is_published(desk: Desk) -> None:
+    desk.ask(
+        Reserve(**desk.head(1), forget=0, base=None, plans=[replace(plan_of(A), key=None, block_key=None)])
+    )
+    [held] = desk.coordinator._reservations
+    waiting = Await(**desk.head(2, 3), key=key_of(A), unannounced=True)
+    assert desk.ask(waiting) is None
+    assert desk.ask(Await(**desk.head(3, 3), key=key_of(A))) == Outcome(False, "nothing in flight")
+    desk.put(A, held.token)
+    request = Written(**desk.head(1), token=held.token, key=key_of(A))
+    told = [*desk.tell(request), *desk.run()]
+    assert [reply.body for reply in told if reply.client == 2] == [Outcome(True)]
+
+
+def test_who_waits_in_vain_is_not_kept_for_ever(desk: Desk) -> None:
+    desk.ask(Await(**desk.head(2, 3), key=key_of(A), unannounced=True))
+    desk.ask(Await(**desk.head(2, 4), key=key_of(B), unannounced=True))
+    desk.ask(Await(**desk.head(2, 3), key=key_of(C)))  # its mailbox asks for something else
+    desk.coordinator.sweep(NOW)
+    assert list(desk.coordinator._waiters) == [key_of(B)]
 
 
 @pytest.mark.parametrize("end", ["publish", "refusal", "cancel", "death", "stuck"])

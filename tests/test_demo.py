@@ -21,7 +21,7 @@ from shmcache.tools import demo
 from shmcache.tools.demo import Answer, CoordinatorProcess, Scene, Step
 from shmcache.tools.main import make_parser
 
-COMMAND = [sys.executable, "-m", "shmcache.tools.main", "demo", "--json"]
+COMMAND = [sys.executable, "-m", "shmcache.tools.main", "demo", "--json", "--explain-saves"]
 STEPS = ["cold", "other_worker", "next_turn", "coordinator_restarted", "workers_restarted"]
 
 

@@ -52,10 +52,10 @@ LAYERS: dict[str, str] = {
     "decisions": "connection protocol page decisions.table",
     "server": "coordinator policy decisions.service connection shm key kvc protocol mq control page index "
     "slab tiers",
-    "workers": "shm key identity kvc policy page slab client decisions",
+    "workers": "shm key identity kvc policy protocol page slab client decisions",
     "workers.serve": "workers key identity client observe decisions",
-    "tools": "shm key identity kvc policy protocol mq control page index connection client view observe "
-    "check server workers workers.serve decisions decisions.db decisions.table",
+    "tools": "shm key identity kvc policy protocol mq control page index tiers connection client view "
+    "observe check server workers workers.serve decisions decisions.db decisions.table",
 }
 EVERYBODY = {"errors", "config"}
 

@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmcache.config import Gates
-from shmcache.policy import KERNEL_ROWS, anchor_is_saved, anchors, cuts, reply_is_saved
+from shmcache.errors import MIB
+from shmcache.policy import (
+    KERNEL_ROWS,
+    MEASURED_TOKENS,
+    Measured,
+    Speed,
+    anchor_is_saved,
+    anchors,
+    cuts,
+    reply_is_saved,
+    restore_pays,
+)
 
 DEFAULT = Gates()
 SMALL = Gates(min_tokens=0, cold_min_tokens=0)
@@ -113,3 +124,46 @@ def test_the_last_batch_of_a_prompt_is_not_cut_again(prompt: tuple[int, int | No
 def test_no_batch_before_the_last_token_falls_below_a_kernel(n_tokens: int, n_ubatch: int) -> None:
     found = cuts(0, n_tokens, n_ubatch, anchors(n_tokens, None, SMALL))
     assert all(after - before >= KERNEL_ROWS for before, after in pairwise((0, *found[:-1])))
+
+
+# ---- what is measured
+
+COMPUTED = Measured(prefilled_tokens=2_000, prefill_us=4_000_000)  # 2 ms a token
+
+
+def restored(ms_per_mib: float, mib: int = 100) -> Measured:
+    return COMPUTED.plus(Measured(restored_bytes=mib * MIB, restore_us=int(1000 * ms_per_mib * mib)))
+
+
+@pytest.mark.parametrize(
+    ("measured", "pays"),
+    [
+        (Measured(), True),  # nothing is known: save
+        (COMPUTED, True),
+        (Measured(restored_bytes=100 * MIB, restore_us=10**9), True),
+        (restored(1e6).plus(Measured(restored_bytes=-100 * MIB + 1)), True),  # hardly a restore
+        (restored(0.2), True),  # 23 MiB of 1,000 tokens: 4.6 ms instead of 2 s
+        (restored(86.0), True),
+        (restored(87.0), False),  # 2,001 ms
+        (restored(87.0).plus(Measured(prefill_us=-4_000_000)), True),  # a context without counters
+    ],
+)
+def test_a_row_pays_unless_its_restore_is_measured_to_be_slower_than_its_prefill(
+    measured: Measured, pays: bool
+) -> None:
+    assert restore_pays(1_000, 23 * MIB, measured) is pays
+
+
+def test_what_is_not_measured_is_assumed() -> None:
+    assert Measured().speed == Speed()
+    assert COMPUTED.speed == Speed(prefill_ms_per_token=2.0)
+    assert restored(0.5).speed == Speed(2.0, 0.5)
+    few = Measured(MEASURED_TOKENS - 1, 10_000_000)
+    assert few.speed == Speed()
+
+
+def test_a_slow_restore_is_forgotten_in_time() -> None:
+    measured, refusals = restored(500.0), 0
+    while not restore_pays(1_000, 23 * MIB, measured):
+        measured, refusals = measured.faded(), refusals + 1
+    assert 10 < refusals < 100

@@ -17,9 +17,10 @@ from shmcache.config import Eviction
 from shmcache.coordinator import Rules
 from shmcache.identity import tenant_hash
 from shmcache.kvc import HEAD_DETAIL
-from shmcache.policy import Speed, gain_ms_per_byte
-from shmcache.protocol import Reserve, Reserved, Verdict
-from shmcache.server import MEASURED_TOKENS, Clients
+from shmcache.page import COUNTERS
+from shmcache.policy import Measured, Speed, gain_ms_per_byte
+from shmcache.protocol import Reserve, Reserved, Tier, Verdict
+from shmcache.server import Clients
 
 ALICE, BOB, CAROL = (tenant_hash(name) for name in ("alice", "bob", "carol"))
 HALF = Rules(tenant_share=0.5)
@@ -177,8 +178,7 @@ class _Page:
         self._counted = counted
 
     def counters(self) -> dict[str, int]:
-        none = dict.fromkeys(("prefilled_tokens", "prefill_us", "restore_us", "restored_bytes"), 0)
-        return {**none, **self._counted}
+        return {**dict.fromkeys(COUNTERS, 0), **self._counted}
 
 
 class _Known:
@@ -186,36 +186,26 @@ class _Known:
         self.page = page
 
 
-@pytest.mark.parametrize(
-    ("counted", "speed"),
-    [
-        ({"prefilled_tokens": MEASURED_TOKENS - 1, "prefill_us": 10_000_000}, None),
-        ({"prefilled_tokens": 2000, "prefill_us": 4_000_000}, Speed(2.0)),
-        (
-            {
-                "prefilled_tokens": 2000,
-                "prefill_us": 4_000_000,
-                "restore_us": 5000,
-                "restored_bytes": 10 << 20,
-            },
-            Speed(2.0, 0.5),
-        ),
-    ],
-)
-def test_a_workers_speed_is_what_it_has_counted(
-    space: Namespace, counted: dict[str, int], speed: Speed | None
-) -> None:
+def test_what_a_worker_has_measured_is_what_it_has_counted_of_each_tier(space: Namespace) -> None:
     clients = Clients(space.names)
-    clients._known[7] = _Known(_Page(**counted))  # type: ignore[assignment]
-    assert clients.speed(7) == speed
-    assert clients.speed(8) is None
+    counted = {
+        "prefilled_tokens": 2000,
+        "prefill_us": 4_000_000,
+        "restore_us": 5000,
+        "restored_bytes": 10 << 20,
+    }
+    page = _Page(**counted, disk_restore_us=90_000, disk_restored_bytes=30 << 20)
+    clients._known[7] = _Known(page)  # type: ignore[assignment]
+    assert clients.measured(7, Tier.RAM_FILE).speed == Speed(2.0, 0.5)
+    assert clients.measured(7, Tier.DISK).speed == Speed(2.0, 3.0)
+    assert clients.measured(8, Tier.DISK) == Measured()
 
 
 def test_a_row_is_worth_what_its_saver_has_measured(space: Namespace) -> None:
-    measured = Speed(prefill_ms_per_token=0.5, restore_ms_per_mib=2.0)
+    measured = Measured(2000, 1_000_000, 10 << 20, 20_000)
     with contextlib.closing(Desk(space, slabs=9, rules=Rules(eviction="cost"))) as desk:
-        desk.coordinator._speed_of = {1: measured}.get
-        for text, client, speed in ((A, 2, Speed()), (B, 1, measured), (C, 2, measured)):
+        desk.coordinator._measured_of = lambda client, _tier: measured if client == 1 else Measured()
+        for text, client, speed in ((A, 2, Speed()), (B, 1, Speed(0.5, 2.0)), (C, 2, Speed(0.5, 2.0))):
             desk.save(text, client=client)
             found = desk.index.get(key_of(text))
             assert found is not None

@@ -13,7 +13,7 @@ from support import PIECES, TOKEN_IDS, Namespace, eventually, identity, meta, pa
 from shmcache.check import check
 from shmcache.client import Cache
 from shmcache.identity import tenant_hash
-from shmcache.key import row_address
+from shmcache.key import PrefixWalk, row_address
 from shmcache.kvc import HEAD_DETAIL, Reason
 from shmcache.tools import evict, text
 from shmcache.tools.main import USAGE_ERROR, main
@@ -59,7 +59,38 @@ def keys(run: Run) -> set[str]:
     return {row["key"] for row in listed(run)}
 
 
+@pytest.fixture
+def aside(cache: Cache) -> str:
+    """The key of a row that was found wrong."""
+    assert save(cache, WHO, A, b"a" * 64)
+    [hit] = cache.candidates(PrefixWalk(WHO.seed, A), len(A))
+    cache.quarantine(hit, "its state differs")
+    assert eventually(lambda: cache.get(row_address(WHO.seed, A).key) is None)
+    return key_of(A)
+
+
 # ---- looking
+
+
+def test_what_was_set_aside_is_told_and_evicted(space: Namespace, aside: str, run: Run) -> None:
+    def is_told() -> bool:
+        return [(row["key"], row["is_aside"]) for row in listed(run)] == [(aside, True)]
+
+    assert eventually(is_told)
+    assert "set aside" in run("ls")[1]
+    [finding] = check(space.name)
+    assert (finding.kind, finding.name) == ("aside", aside)
+    assert Path(finding.detail.split(": ")[1].split(" is kept")[0]).is_file()
+    code, output, _ = run("evict", "--json", "--key", aside[:12])
+    assert (code, json.loads(output)["forgotten"]) == (0, 1)
+    assert listed(run) == []
+    assert check(space.name) == []
+
+
+def test_what_was_set_aside_is_found_by_what_it_is(aside: str, run: Run) -> None:
+    for chosen in (["--model", "unnamed"], ["--older-than", "1h"], ["--all"]):
+        code, output, _ = run("evict", "--json", "--dry-run", *chosen)
+        assert (code, [row["key"] for row in json.loads(output)["rows"]]) == (0, [aside]), chosen
 
 
 def test_ls_says_what_each_row_is(cache: Cache, run: Run) -> None:

@@ -36,6 +36,8 @@ from shmcache.errors import ConfigError, OutOfSpace, ShmcacheError
 from shmcache.shm import Names, free_bytes
 from shmcache.tools.clean import remove
 from shmcache.tools.model import MODEL_NAME, model_path
+from shmcache.tools.serve import add_explain_saves
+from shmcache.tools.text import log_to_stderr
 from shmcache.workers.pool import Place, Pool
 
 HELP = "show the cache at work with a real model, in about a minute"
@@ -112,6 +114,8 @@ class AgentWorker:
                     self.reply.append(token)
                     yield token
 
+        if settings["explain_saves"]:
+            log_to_stderr()
         self._cache = attach(settings["namespace"])
         self._llama = Recorder(
             settings["model_path"],
@@ -119,6 +123,7 @@ class AgentWorker:
             n_ctx=N_CTX,
             n_threads=place.threads,
             n_threads_batch=place.threads,
+            explain_saves=settings["explain_saves"],
             verbose=False,
         )
 
@@ -251,10 +256,14 @@ class CoordinatorProcess:
 class Demo:
     """Runs the steps and keeps them."""
 
-    def __init__(self, namespace: str, scene: Scene, out: TextIO) -> None:
+    def __init__(self, namespace: str, scene: Scene, out: TextIO, *, explain_saves: bool = False) -> None:
         self.steps: list[Step] = []
         self._namespace, self._scene, self._out = namespace, scene, out
-        self._settings = {"namespace": namespace, "model_path": str(model_path())}
+        self._settings = {
+            "namespace": namespace,
+            "model_path": str(model_path()),
+            "explain_saves": explain_saves,
+        }
 
     def play(self) -> None:
         """All five steps, and everything stopped again."""
@@ -357,7 +366,8 @@ def closing_sentence(steps: Sequence[Step]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
+    """What else it should say."""
+    add_explain_saves(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -371,7 +381,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise OutOfSpace("/dev/shm", RAM_FILE_BYTES, free, "start the container with --shm-size 1g")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all is taken down
     scene = msgspec.json.decode(PROMPT.read_bytes(), type=Scene)
-    demo = Demo(arguments.namespace, scene, sys.stderr if arguments.json else sys.stdout)
+    out = sys.stderr if arguments.json else sys.stdout
+    demo = Demo(arguments.namespace, scene, out, explain_saves=bool(arguments.explain_saves))
     try:
         demo.play()
         equal = demo.compare()

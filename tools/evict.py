@@ -9,6 +9,8 @@ the third nothing.
 Several conditions choose the rows that meet all of them. With none that matches, saves in flight are
 refused all the same.
 
+What an audit has set aside is chosen like any row, by what its slab says.
+
 Leaves out: what workers hold in their own contexts; each lets go of it with its next request.
 """
 
@@ -27,11 +29,10 @@ from shmcache.config import parse_duration
 from shmcache.connection import Connection
 from shmcache.errors import ConfigError, CorruptSlab, ForeignObject, NoCoordinator, ShmcacheError
 from shmcache.identity import fingerprint, tenant_hash
-from shmcache.index import Row
 from shmcache.protocol import MAX_EVICTED, Evict, Evicted, Tier
 from shmcache.shm import Mapping
 from shmcache.tools.explain import Prompt
-from shmcache.tools.rows import Listed, find, listed, report, tell_total
+from shmcache.tools.rows import Listed, asides, find_key, listed, report, tell_total
 from shmcache.view import View, look
 
 HELP = "forget rows for good: by key, model, tenant, age or text"
@@ -40,7 +41,8 @@ _ANSWER_S = 120
 _MOST_LOOKS = 100
 _HEX_DIGITS = 8  # of a model's fingerprint that name it
 
-Condition = Callable[[View, Row, Listed], bool]
+Condition = Callable[[View, Path, Listed], bool]
+"""Whether a row meets it, by where its slab lies and what that says."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,10 +91,10 @@ def conditions(arguments: argparse.Namespace) -> list[Condition]:
         found.append(_is_of_model(arguments.model))
     if arguments.tenant is not None:
         wanted = tenant_hash(arguments.tenant).hex()
-        found.append(lambda _view, _row, about: about.tenant == wanted)
+        found.append(lambda _view, _path, about: about.tenant == wanted)
     if arguments.older_than is not None:
         before_unix_s = time.time() - parse_duration(arguments.older_than)
-        found.append(lambda _view, _row, about: about.created_unix_s < before_unix_s)
+        found.append(lambda _view, _path, about: about.created_unix_s < before_unix_s)
     if arguments.prefix is not None:
         found.append(_begins_with(arguments.prefix, arguments.model))
     if not found and not arguments.all:
@@ -103,12 +105,12 @@ def conditions(arguments: argparse.Namespace) -> list[Condition]:
 
 
 def _has_key(beginnings: tuple[str, ...]) -> Condition:
-    keys: set[bytes] = set()
+    keys: set[str] = set()
 
-    def condition(view: View, row: Row, _about: Listed) -> bool:
+    def condition(view: View, _path: Path, about: Listed) -> bool:
         if not keys:
-            keys.update(find(view, beginning).key for beginning in beginnings)
-        return row.key in keys
+            keys.update(find_key(view, beginning).hex() for beginning in beginnings)
+        return about.key in keys
 
     return condition
 
@@ -116,7 +118,7 @@ def _has_key(beginnings: tuple[str, ...]) -> Condition:
 def _is_of_model(model: str) -> Condition:
     prints: dict[str, str] = {}
 
-    def condition(_view: View, _row: Row, about: Listed) -> bool:
+    def condition(_view: View, _path: Path, about: Listed) -> bool:
         if Path(model).is_file():
             mode = about.fingerprint_mode
             if mode not in prints:
@@ -140,9 +142,9 @@ def _begins_with(file: Path, model: str | None) -> Condition:
         raise ConfigError(f"{file} is empty, and every row begins with nothing: use --all")
     prefix = Prompt(Path(model), text)
 
-    def condition(view: View, row: Row, _about: Listed) -> bool:
+    def condition(_view: View, path: Path, _about: Listed) -> bool:
         try:
-            with Mapping.open(view.slab_path(Tier(row.tier), row.key)) as mapping:
+            with Mapping.open(path) as mapping:
                 token_ids = kvc.parse(mapping.bytes).token_ids.tolist()
         except (OSError, CorruptSlab, ForeignObject):
             return False
@@ -179,8 +181,17 @@ def _chosen(view: View, wanted: list[Condition]) -> Iterator[tuple[bytes, Listed
     """Rows that meet all conditions; one that cannot be read meets no condition, but is one of all."""
     for row in view.rows():
         about = listed(view, row)
-        if not wanted or (about is not None and all(meets(view, row, about) for meets in wanted)):
+        if not wanted or (
+            about is not None and _meets(view, view.slab_path(Tier(row.tier), row.key), about, wanted)
+        ):
             yield row.key, about
+    for path, about in asides(view):
+        if _meets(view, path, about, wanted):
+            yield bytes.fromhex(about.key), about
+
+
+def _meets(view: View, path: Path, about: Listed, wanted: list[Condition]) -> bool:
+    return all(condition(view, path, about) for condition in wanted)
 
 
 def _parts(keys: list[bytes]) -> Iterator[list[bytes]]:

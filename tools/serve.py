@@ -52,9 +52,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop-s", type=float, help="seconds that open requests get once the server stops (default: 30)"
     )
+    add_explain_saves(parser)
+    parser.add_argument(
+        "--audit-rate",
+        type=float,
+        metavar="SHARE",
+        help="of the hits, 0 to 1, that are computed anew and compared with their state (default: 0)",
+    )
     parser.add_argument("--log-level", choices=LOG_LEVELS, help="of the log on stderr (default: info)")
     parser.add_argument(
         "--no-reuse", dest="reuse", action="store_false", default=None, help="compute every prompt anew"
+    )
+
+
+def add_explain_saves(parser: argparse.ArgumentParser) -> None:
+    """The option of every command that runs models."""
+    parser.add_argument(
+        "--explain-saves",
+        action="store_true",
+        default=None,
+        help="log, at level info, why something was not saved",
     )
 
 

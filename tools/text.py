@@ -1,8 +1,9 @@
-"""How do figures look to people? Tables, ages, and a bar for what takes time."""
+"""How do figures look to people? Tables, ages, a bar for what takes time, and the log for who asks."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -30,6 +31,11 @@ def age(seconds: float) -> str:
         if count or parts:
             parts.append(f"{count}{unit}")
     return " ".join(parts[:2]) or "0s"
+
+
+def log_to_stderr() -> None:
+    """Show what the library logs for people who asked for it."""
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
 
 
 @contextlib.contextmanager

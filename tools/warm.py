@@ -24,8 +24,8 @@ import msgspec
 from shmcache.client import Cache, attach
 from shmcache.config import Gates
 from shmcache.errors import ConfigError, NoCoordinator
-from shmcache.tools.serve import key_value
-from shmcache.tools.text import bar, table
+from shmcache.tools.serve import add_explain_saves, key_value
+from shmcache.tools.text import bar, log_to_stderr, table
 from shmcache.view import look
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="when a state is worth saving, like min_tokens=256; again for more",
     )
     parser.add_argument("--tenant", metavar="NAME", help="whose rows these are (default: nobody's)")
+    add_explain_saves(parser)
     parser.add_argument("--tier", default="ram_file", help="where they are saved (default: ram_file)")
 
 
@@ -148,6 +149,9 @@ def _load(arguments: argparse.Namespace, cache: Cache) -> SharedLlama:
 
     gates = Gates(**dict(map(key_value, arguments.gate)))
     options = {"verbose": False, **dict(map(key_value, arguments.llama))}
+    if arguments.explain_saves:
+        log_to_stderr()
+        options["explain_saves"] = True
     return Watched(str(arguments.model), cache=cache, gates=gates, tenant=arguments.tenant, **options)
 
 

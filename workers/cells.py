@@ -3,6 +3,7 @@
     clear    nothing                          tracked again, whatever it was before
     decode   one batch more
     restore  a row instead of what there was  or nothing, and RestoreRefused
+    recompute  the same, decoded anew         as its record says; or nothing, and what decoding raised
     cut      the first `keep` tokens          or nothing changes, and False
     close    an entry of the record ends      sliding-window models settle between entries
 
@@ -18,7 +19,7 @@ Leaves out: which rows there are (shared_llama), how a state is copied (state).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import llama_cpp
 
@@ -52,8 +53,7 @@ class Cells:
     def decode(self, trail: Trail, tokens: Sequence[int]) -> None:
         """Decode one batch behind the trail. Where that fails the cells are empty."""
         state = self.state
-        n_threads = state.n_threads if len(tokens) == 1 else state.n_threads_batch
-        piece = Piece(len(tokens), 1, state.n_ubatch, n_threads, state.device)
+        piece = Piece(len(tokens), 1, state.n_ubatch, state.threads_of(len(tokens)), state.device)
         try:
             if not trail.joins_last_entry(piece):
                 self._settle(trail)
@@ -72,6 +72,19 @@ class Cells:
         trail.restored(tokens, self._renderer.parts(tokens), image.pieces, image.meta.key)
         self._llama.input_ids[: len(tokens)] = tokens
         self._say(len(tokens))
+        return trail
+
+    def recompute(self, image: Image, forget: int, progress: Callable[[], None]) -> Trail:
+        """Replace everything by what a row's record makes. The last batch is not settled."""
+        tokens = image.token_ids.tolist()
+        self.clear(forget)
+        trail = self.trail
+        assert trail is not None
+        for piece in image.pieces:
+            trail.mark()  # entries that are alike stay two, and settle between them (Trail I2)
+            for _ in range(piece.repeats):
+                self.decode(trail, tokens[len(trail) : len(trail) + piece.length])
+                progress()
         return trail
 
     def cut(self, trail: Trail, keep: int) -> bool:

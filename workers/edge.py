@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from shmcache.client import Cache, Grants, Hit, SavePlan, Slab
 from shmcache.errors import ConfigError, ShmcacheError, StaleGenerator, UsedAfterFork
 from shmcache.key import PrefixWalk
+from shmcache.protocol import Tier
 
 _NEVER_HIDDEN = (ConfigError, StaleGenerator, UsedAfterFork)
 
@@ -61,6 +62,17 @@ class Edge:
         if self._cache is not None:
             with self.guard("drop"):
                 self._cache.drop(hit, why)
+
+    def quarantine(self, hit: Hit, why: str) -> None:
+        """Forget a row that is not what its record makes, for everybody; its slab is set aside."""
+        if self._cache is not None:
+            with self.guard("drop"):
+                self._cache.quarantine(hit, why)
+
+    @property
+    def saves_to_disk(self) -> bool:
+        """Whether our saves go to the disk tier."""
+        return self._cache is not None and self._cache.tier is Tier.DISK
 
     def reserve(self, plans: Sequence[SavePlan], base: bytes | None, forget: int) -> Grants:
         """Ask for slabs; without a cache, or where it fails, none is granted."""

@@ -85,7 +85,8 @@ class Request:
         self.epoch: int | None = None  # set when the request takes the context
         self.has_decoded = False  # no more tokens will be asked for
         self.is_full = False  # the context ends before the reply does
-        self.counted_from = 0
+        self.counted_from = 0  # llama.cpp's counters when its prefill began: tokens, and microseconds
+        self.counted_from_us = 0
         self.prefilled_tokens: int | None = None  # set when the first token is sampled
         self.hit_kind: HitKind = "untracked"
         self.source: Source = ""

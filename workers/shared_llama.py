@@ -1,6 +1,7 @@
 """A drop-in llama_cpp.Llama that takes a prompt's state from the cache and leaves its own for others.
 
     prompt ─► LOOKUP   the longest of: the live trail, published rows   the cells hold a boundary of it
+                       now and then computed anew instead of restored   AUDIT: does the row hold the same?
            ─► PREFILL  batch by batch to the last boundary              SAVE `cold` at each anchor
            ─► DECODE   llama_cpp's own generate: it finds its prefix in the cells and cuts nothing
                                                                         SAVE `continued` in a long reply
@@ -33,6 +34,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import random
 import threading
 import time
 from array import array
@@ -50,11 +52,14 @@ from llama_cpp import llama_chat_format
 from shmcache import policy
 from shmcache.client import Cache, Grants, Hit, Slab, attach
 from shmcache.config import Gates
-from shmcache.errors import RestoreRefused, StaleGenerator, UsedAfterFork
+from shmcache.errors import ConfigError, RestoreRefused, StaleGenerator, UsedAfterFork
 from shmcache.identity import FileState, FingerprintMode, file_state
 from shmcache.key import PrefixWalk
 from shmcache.kvc import Reason
-from shmcache.workers import seam
+from shmcache.page import restore_counters
+from shmcache.policy import Measured
+from shmcache.protocol import Tier
+from shmcache.workers import audit, seam
 from shmcache.workers.cells import Cells
 from shmcache.workers.edge import Edge
 from shmcache.workers.heads import FixedChat, Heads
@@ -119,6 +124,7 @@ class SharedLlama(llama_cpp.Llama):
         tenant: str | None = None,
         fingerprint_mode: FingerprintMode = "safe",
         explain_saves: bool = False,
+        audit_rate: float = 0.0,
         **options: Any,
     ) -> None:
         """Load a model as llama_cpp.Llama does.
@@ -130,8 +136,13 @@ class SharedLlama(llama_cpp.Llama):
             tenant: rows of another tenant are never used; None is a tenant of its own.
             fingerprint_mode: how the file is identified (identity.fingerprint).
             explain_saves: log, at level INFO, why something was not saved.
+            audit_rate: share of the hits whose row is computed anew and compared, 0 to 1 (workers.audit).
             options: everything that llama_cpp.Llama takes.
+        Raises:
+            ConfigError: an audit_rate that is no share, a namespace that cannot be one.
         """
+        if not 0.0 <= audit_rate <= 1.0:
+            raise ConfigError(f"audit_rate ({audit_rate}) must be between 0 and 1")
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._epoch = 0
@@ -141,6 +152,8 @@ class SharedLlama(llama_cpp.Llama):
         self._tenant = tenant
         self._fingerprint_mode: FingerprintMode = fingerprint_mode
         self._explain_saves = explain_saves
+        self._audit_rate = audit_rate
+        self._measured = Measured()
         self._owned_cache = attach(cache) if isinstance(cache, str) else None
         self._cache = cache if isinstance(cache, Cache) else self._owned_cache
         self._edge = Edge(self._cache)
@@ -221,6 +234,7 @@ class SharedLlama(llama_cpp.Llama):
             self._epoch += 1
             request.epoch = self._epoch
             request.counted_from = self._state.decoded_tokens()
+            request.counted_from_us = self._state.decode_us()
             prompt = self._prefill(request, list(tokens)) if from_scratch else list(tokens)
             steps = super().generate(prompt, *args, **kwargs)
         try:
@@ -315,6 +329,7 @@ class SharedLlama(llama_cpp.Llama):
             "tenant": self._tenant,
             "fingerprint_mode": self._fingerprint_mode,
             "explain_saves": self._explain_saves,
+            "audit_rate": self._audit_rate,
         }
 
     # ---- one request at a time
@@ -503,16 +518,11 @@ class SharedLlama(llama_cpp.Llama):
 
     def _take(self, request: Request, prompt: Prompt, hit: Hit, joined: Joined) -> Joined:
         """Put a row into the cells, or nothing where it does not fit: the row is dropped then."""
-        began_ns = time.perf_counter_ns()
-        fault = self._restore(hit, joined, prompt)
-        restore_us = (time.perf_counter_ns() - began_ns) // 1000
-        restored_bytes = len(hit.image.payload)
+        fault = self._restore(request, hit, joined, prompt)
         hit.close()
         if fault is None:
             with self._edge.guard("use"):
                 hit.use()
-            self._edge.count("restore_us", restore_us)
-            self._edge.count("restored_bytes", restored_bytes)
             request.source = "shared"
             return joined
         self._edge.drop(hit, fault)
@@ -520,15 +530,54 @@ class SharedLlama(llama_cpp.Llama):
         request.source = ""
         return Joined.cold(prompt.text)
 
-    def _restore(self, hit: Hit, joined: Joined, prompt: Prompt) -> str | None:
+    def _restore(self, request: Request, hit: Hit, joined: Joined, prompt: Prompt) -> str | None:
         """Fill the cells with a row and cut it; why not, where that fails."""
-        try:
-            trail = self._cells.restore(hit.image, prompt.forget)
-        except RestoreRefused as refused:
-            return str(refused)
+        trail = self._audited(request, hit, prompt)
+        if trail is None:
+            began_ns = time.perf_counter_ns()
+            try:
+                trail = self._cells.restore(hit.image, prompt.forget)
+            except RestoreRefused as refused:
+                return str(refused)
+            self._measure_restore(hit, (time.perf_counter_ns() - began_ns) // 1000)
         if trail.text != prompt.text.text[: len(trail.text)]:
             return "its tokens do not spell its text"
         return None if self._cells.cut(trail, joined.keep) else "its last token cannot be cut off"
+
+    def _measure_restore(self, hit: Hit, restore_us: int) -> None:
+        """Count what a restore took, with the mapping or reading of its row, where that was new."""
+        restore_us, hit.opened_us = restore_us + hit.opened_us, 0
+        on_disk, restored_bytes = hit.found.row.tier == Tier.DISK, len(hit.image.payload)
+        for name, by in zip(restore_counters(on_disk=on_disk), (restored_bytes, restore_us), strict=True):
+            self._edge.count(name, by)
+        if on_disk == self._edge.saves_to_disk:
+            self._measured = self._measured.plus(
+                Measured(restored_bytes=restored_bytes, restore_us=restore_us)
+            )
+
+    def _audited(self, request: Request, hit: Hit, prompt: Prompt) -> Trail | None:
+        """The row as it is computed anew, where this hit is chosen for that; None: restore it."""
+        image = hit.image
+        if random.random() >= self._audit_rate or not audit.can_audit(self._cells, image):
+            return None
+        decoded_tokens, decode_us = self._state.decoded_tokens(), self._state.decode_us()
+        audited = audit.audit(self._cells, image, prompt.forget, self._edge.progress)
+        # None of it belongs to the request's own prefill.
+        request.counted_from += self._state.decoded_tokens() - decoded_tokens
+        request.counted_from_us += self._state.decode_us() - decode_us
+        if audited is None:
+            return None
+        self._edge.count("audits")
+        if audited.difference is None:
+            audited.trail.mark(image.meta.key)
+        else:
+            asked_by = prompt.walk.key_at(prompt.walk.text_bytes).hex() if prompt.walk is not None else "none"
+            log.error(
+                "row %s, used for the prompt %s, is not what its record makes: %s",
+                *(image.meta.key.hex(), asked_by, audited.difference),
+            )
+            self._edge.quarantine(hit, f"{audited.difference}; used for the prompt {asked_by}")
+        return audited.trail
 
     def _claim(self, request: Request, prompt: Prompt, joined: Joined) -> tuple[Joined, dict[int, Slab]]:
         """Reserve the rows to come; while another worker makes the first of them, wait and look again."""
@@ -566,7 +615,25 @@ class SharedLlama(llama_cpp.Llama):
     def _missing_anchors(self, prompt: Prompt, joined: Joined) -> dict[int, int]:
         """Those of them that get a row."""
         positions = self._positions(prompt, joined).items()
-        return {anchor: at for anchor, at in positions if policy.anchor_is_saved(anchor, self._gates)}
+        saved = {anchor: at for anchor, at in positions if policy.anchor_is_saved(anchor, self._gates)}
+        return {anchor: at for anchor, at in saved.items() if self._pays("an anchor", at)}
+
+    def _pays(self, what: str, token_count: int) -> bool:
+        """Whether a row of so many tokens is restored sooner than they are computed, as measured here.
+
+        Each row that is not saved for that makes us less sure of it: a slow hour is tried again.
+        """
+        if self._author is None:
+            return True
+        state_bytes = self._author.size.bytes_at(token_count)
+        if policy.restore_pays(token_count, state_bytes, self._measured):
+            return True
+        self._edge.count("save_dropped_slower_than_prefill")
+        self._explain(
+            what, f"its {token_count} tokens would take longer to restore than to compute, as measured"
+        )
+        self._measured = self._measured.faded()
+        return False
 
     def _reserve_anchors(self, prompt: Prompt, missing: Mapping[int, int]) -> Grants:
         """Ask for their rows, all at once."""
@@ -599,9 +666,7 @@ class SharedLlama(llama_cpp.Llama):
                 self._edge.cancel(slab)
 
     def _decode(self, trail: Trail, tokens: Sequence[int]) -> None:
-        began_ns = time.perf_counter_ns()
         self._cells.decode(trail, tokens)
-        self._edge.count("prefill_us", (time.perf_counter_ns() - began_ns) // 1000)
         self._edge.progress()
 
     def _save(
@@ -631,6 +696,8 @@ class SharedLlama(llama_cpp.Llama):
     def _save_and_wait(self, trail: Trail, reason: Reason) -> bytes | None:
         """Save the cells as they are; the row's key once it is published, at most evict_save_timeout_ms."""
         if self._author is None or not policy.reply_is_saved(len(trail), self._gates):
+            return None
+        if not self._pays("what the cells hold", len(trail)):
             return None
         end_s = time.monotonic() + self._gates.evict_save_timeout_ms / 1000
 
@@ -687,7 +754,7 @@ class SharedLlama(llama_cpp.Llama):
         """After each token: the first one ends the prefill, the second says that a reply is under way."""
         if request.prefilled_tokens is None:
             request.prefilled_tokens = self._state.decoded_tokens() - request.counted_from
-            self._count(request)
+            self._count(request, self._state.decode_us() - request.counted_from_us)
         elif not request.asked_for_slab:
             request.asked_for_slab = True
             self._reserve_reply(request)
@@ -702,7 +769,8 @@ class SharedLlama(llama_cpp.Llama):
         ahead = min(CONTINUED_AHEAD, self._gates.continued_interval - 1)
         if author is not None and policy.continued_is_due(reply_tokens + ahead, self._gates):
             plan = author.reply_plan(len(trail) + ahead, len(trail) + ahead, trail)
-            if policy.reply_is_saved(len(trail) + ahead, self._gates):
+            is_long_enough = policy.reply_is_saved(len(trail) + ahead, self._gates)
+            if is_long_enough and self._pays("a `continued` row", len(trail) + ahead):
                 grants = self._edge.reserve([plan], trail.base_key(), trail.forget)
                 self._explain_refusals("a `continued` row", grants)
                 [request.continued_slab] = grants.slabs
@@ -720,10 +788,12 @@ class SharedLlama(llama_cpp.Llama):
         request.is_full = longer and self.n_tokens >= self._n_ctx
         return request.is_full
 
-    def _count(self, request: Request) -> None:
+    def _count(self, request: Request, prefill_us: int) -> None:
         self._edge.count(_HIT_COUNTERS.get(request.hit_kind, "untracked"))
         self._edge.count("reused_tokens", request.reused_tokens)
         self._edge.count("prefilled_tokens", request.prefilled_tokens or 0)
+        self._edge.count("prefill_us", prefill_us)
+        self._measured = self._measured.plus(Measured(request.prefilled_tokens or 0, prefill_us))
         self.last_report = request.report()
 
     def _reserve_reply(self, request: Request) -> None:
@@ -732,7 +802,7 @@ class SharedLlama(llama_cpp.Llama):
             return
         reply_tokens = self._reply_bound(request)
         expected = request.joined_tokens + min(REPLY_TOKENS, reply_tokens)
-        if policy.reply_is_saved(expected, self._gates):
+        if policy.reply_is_saved(expected, self._gates) and self._pays("the reply", expected):
             plans = [author.reply_plan(expected, request.joined_tokens + reply_tokens, trail)]
             grants = self._edge.reserve(plans, trail.base_key(), trail.forget)
             self._explain_refusals("the reply", grants)

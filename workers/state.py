@@ -143,6 +143,7 @@ class ContextState:
         )
         offloads = llama.model_params.n_gpu_layers and llama_cpp.llama_supports_gpu_offload()
         self.device = OFFLOADED if offloads else CPU
+        self._n_vocab: int = llama.n_vocab()
         self._scratch = bytearray()
 
     def clear(self, *, scrub: bool = False) -> None:
@@ -164,6 +165,10 @@ class ContextState:
         size: int = llama_cpp.llama_state_seq_get_size(self._ctx, SEQUENCE)
         return size
 
+    def threads_of(self, batch_tokens: int) -> int:
+        """How many threads decode a batch of so many tokens."""
+        return self.n_threads if batch_tokens == 1 else self.n_threads_batch
+
     def copy_out(self, target: memoryview) -> None:
         """Write the state into `target`, which has size_bytes() bytes."""
         written = llama_cpp.llama_state_seq_get_data(self._ctx, _pointer(target), len(target), SEQUENCE)
@@ -182,6 +187,17 @@ class ContextState:
             f"llama.cpp took {taken} of {len(payload)} bytes and ended at position {last} "
             f"for a state of {token_count} tokens"
         )
+
+    def logits_behind(self, token: int) -> bytes:
+        """Decode one token more, and return the logits behind it. The caller knows how to get rid of it."""
+        self._decode_one(token)
+        logits = llama_cpp.llama_get_logits_ith(self._ctx, -1)
+        return ctypes.string_at(logits, self._n_vocab * ctypes.sizeof(ctypes.c_float))
+
+    def _decode_one(self, token: int) -> None:
+        batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(token), 1)
+        if llama_cpp.llama_decode(self._ctx, batch) != 0:
+            raise RestoreRefused("llama.cpp did not decode a single token")
 
     @property
     def settles(self) -> bool:
@@ -220,9 +236,7 @@ class ContextState:
         token = max(0, llama_cpp.llama_vocab_bos(self._vocab))
         blobs = []
         for _ in range(2):
-            batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(token), 1)
-            if llama_cpp.llama_decode(self._ctx, batch) != 0:
-                raise RestoreRefused("llama.cpp did not decode a single token")
+            self._decode_one(token)
             blobs.append(bytearray(self.size_bytes()))
             self.copy_out(memoryview(blobs[-1]))
         self.clear()
@@ -231,6 +245,12 @@ class ContextState:
         if any(blob_bytes(layout, index + 1) != len(blob) for index, blob in enumerate(blobs)):
             layout = ()
         return SizeLine(2 * one_bytes - two_bytes, two_bytes - one_bytes, layout)
+
+    def decode_us(self) -> int:
+        """How long all decoding has taken, by llama.cpp's own counters; 0 in a context that has none."""
+        llama_cpp.llama_synchronize(self._ctx)
+        counters = llama_cpp.llama_perf_context(self._ctx)
+        return int(1000 * (counters.t_p_eval_ms + counters.t_eval_ms))
 
     def decoded_tokens(self) -> int:
         """All tokens that this context has decoded, by llama.cpp's own counters (n_p_eval + n_eval).

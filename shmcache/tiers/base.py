@@ -1,6 +1,7 @@
 """What the coordinator asks of a tier: which slabs are there, take this one, let that one go.
 
     <tier>/<key in hex>.kvc                            a row's slab, immutable; disk: <tier>/<2 hex>/…
+    <tier>/<key in hex>.aside                          one that was found wrong: nobody's row, kept to look at
     /dev/shm/…/<tier>/in/<key>.<token>.<forget>        complete, handed over, not yet taken
 
 Owner: the coordinator, for everything but the names in `in/`, which workers link.
@@ -38,8 +39,10 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".kvc"
 PROGRESS_S = 1.0  # between two lines of a scan
+ASIDE_SUFFIX = ".aside"
 _HANDOVER = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})\.([0-9a-f]{1,16})")
 _ROW = re.compile(r"([0-9a-f]{64})\.kvc")
+_ASIDE = re.compile(r"([0-9a-f]{64})\.aside")
 
 
 class HandOver(msgspec.Struct, frozen=True):
@@ -186,6 +189,25 @@ class Tier(ABC):
         except IsADirectoryError:
             return False  # A stranger's (I3).
 
+    def set_aside(self, key: bytes) -> None:
+        """Take a row's name from its slab and keep it under another. Raises OSError."""
+        fd = self.directory_fd(key)
+        os.rename(file_name(key), aside_name(key), src_dir_fd=fd, dst_dir_fd=fd)
+
+    def remove_aside(self, key: bytes) -> bool:
+        """Unlink a slab that was set aside; False if it was gone."""
+        return shm.unlink_quietly(aside_name(key), dir_fd=self.directory_fd(key))
+
+    def asides(self) -> list[tuple[bytes, int]]:
+        """Key and size of every slab that was set aside, the oldest first."""
+        found = []
+        for directory_fd in self.directory_fds():
+            for name in _names(directory_fd):
+                if (match := _ASIDE.fullmatch(name)) is not None:
+                    status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+                    found.append((status.st_ctime_ns, bytes.fromhex(match[1]), status.st_size))
+        return [(key, size_bytes) for _, key, size_bytes in sorted(found)]
+
     def write_use(self, key: bytes, hit_count: int, last_used_unix_s: int) -> None:
         """Store the two mutable fields; a slab that is gone is no error."""
         try:
@@ -226,6 +248,11 @@ class Tier(ABC):
 def file_name(key: bytes) -> str:
     """The name of a row's slab in its directory."""
     return f"{key.hex()}{SUFFIX}"
+
+
+def aside_name(key: bytes) -> str:
+    """Its name once it was set aside."""
+    return f"{key.hex()}{ASIDE_SUFFIX}"
 
 
 def read_slab(directory_fd: int, name: str, key: bytes) -> Slab:

@@ -107,6 +107,17 @@ class DiskTier(Tier):
         os.fsync(self.directory_fd(key))
         return removed
 
+    def set_aside(self, key: bytes) -> None:
+        """Rename, and synchronise the directory: after a power loss it is no row again either."""
+        super().set_aside(key)
+        os.fsync(self.directory_fd(key))
+
+    def remove_aside(self, key: bytes) -> bool:
+        """As remove."""
+        removed = super().remove_aside(key)
+        os.fsync(self.directory_fd(key))
+        return removed
+
     def store_forget(self, number: int) -> None:
         """Replace the number in one step, and synchronise."""
         fd = shm.make_unnamed(self._root_fd)

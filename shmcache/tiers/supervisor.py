@@ -55,6 +55,18 @@ class Remove(msgspec.Struct, frozen=True):
     key: bytes
 
 
+class SetAside(msgspec.Struct, frozen=True):
+    """Keep a row's slab under another name: it was found wrong."""
+
+    key: bytes
+
+
+class RemoveAside(msgspec.Struct, frozen=True):
+    """Unlink a slab that was set aside."""
+
+    key: bytes
+
+
 class WriteUse(msgspec.Struct, frozen=True):
     """Store hit count and last use."""
 
@@ -86,7 +98,7 @@ class StoreForget(msgspec.Struct, frozen=True):
     number: int
 
 
-Job = Link | Remove | WriteUse | Survey | Look | SetPin | StoreForget
+Job = Link | Remove | SetAside | RemoveAside | WriteUse | Survey | Look | SetPin | StoreForget
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -227,6 +239,10 @@ def _run_job(tier: Tier, job: Job) -> Done:
                 return Done(job, slab=tier.link(job.handover))
             case Remove():
                 tier.remove(job.key)
+            case SetAside():
+                tier.set_aside(job.key)
+            case RemoveAside():
+                tier.remove_aside(job.key)
             case WriteUse():
                 tier.write_use(job.key, job.hit_count, job.last_used_unix_s)
             case SetPin():

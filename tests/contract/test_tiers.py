@@ -106,6 +106,21 @@ def test_a_slab_that_is_linked_lies_there_byte_for_byte_and_is_handed_over_no_mo
     assert list(place.tier.keys()) == [handover.key]
 
 
+def test_a_slab_that_is_set_aside_is_no_row_and_stays_until_it_is_removed(place: Place) -> None:
+    key = place.tier.link(place.put()).head.meta.key
+    place.tier.set_aside(key)
+    assert list(place.tier.scan()) == list(place.tier.keys()) == []
+    assert place.tier.asides() == [(key, len(CONTENT))]
+    other = place.tier.link(place.put(slab_file(WHO, B, b"b" * 90), text=B)).head.meta.key
+    place.tier.link(place.put())
+    place.tier.set_aside(other)
+    assert [found for found, _ in place.reopen().asides()] == [key, other], "the oldest first"
+    assert place.tier.remove_aside(key)
+    assert not place.tier.remove_aside(key)
+    assert [found for found, _ in place.tier.asides()] == [other]
+    assert list(place.tier.keys()) == [key], "a row of the same key is another file"
+
+
 def test_what_lies_there_lies_there_when_it_is_opened_again(place: Place) -> None:
     linked = place.tier.link(place.put())
     waiting = place.put(text=B)

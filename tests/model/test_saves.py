@@ -13,11 +13,14 @@ from model.cold import Answer, ask, cold_logits, largest_difference
 from model.conftest import OPTIONS, SMALL, MakeLlama
 from model.test_shared_llama import LONG, OTHER, counters, letters, saying
 from msgspec.structs import replace
+from support import eventually
 
 import shmcache
 from shmcache import Cache, client
 from shmcache.client import Hit
+from shmcache.errors import MIB
 from shmcache.kvc import HEAD_DETAIL, Meta, Reason
+from shmcache.policy import Measured
 from shmcache.tools.demo import CoordinatorProcess
 from shmcache.workers import SharedLlama
 from shmcache.workers.request import Request
@@ -147,10 +150,10 @@ def test_a_row_that_has_left_covers_nothing(
 ) -> None:
     llama = worker(tiny_models["llama"], cache, gates=replace(SMALL, continued_interval=100))
     first = ask(llama, LONG)
-    for hit in rows_of(cache, llama, first.tokens):
+    hits = rows_of(cache, llama, first.tokens)
+    for hit in hits:
         cache.drop(hit, "for a test")
-    while rows_of(cache, llama, first.tokens):
-        pass  # the coordinator has not heard of it yet
+    assert eventually(lambda: not any(cache.has(hit.found.key) for hit in hits)), "the coordinator has heard"
     ask(llama, OTHER)
     assert [reason for reason, _ in reasons(rows_of(cache, llama, first.tokens))] == [Reason.EVICT]
 
@@ -345,6 +348,54 @@ def test_another_workers_prefill_is_waited_for_no_longer_than_the_request_allows
     for slab in slabs:
         assert slab is not None
         slab.cancel()
+
+
+def test_a_row_that_is_restored_slower_than_it_is_computed_is_not_saved(
+    tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "shmcache.workers")
+    llama = worker(tiny_models["llama"], cache, explain_saves=True)
+    prompts = iter(f"{number}. {LONG}" for number in range(100))
+    ask(llama, next(prompts))
+    assert cache.flush(30_000)
+    saved = counters(cache)["save_handed_over"]
+    assert saved == 3, "as long as nothing is measured"
+
+    llama._measured = Measured(10_000, 10_000, restored_bytes=64 * MIB, restore_us=3_600_000_000)
+    assert ask(llama, next(prompts)).report.finish_key is None
+    assert cache.flush(30_000)
+    assert counters(cache)["save_handed_over"] == saved
+    assert counters(cache)["save_dropped_slower_than_prefill"] == 3
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "tokens would take longer to restore than to compute, as measured" in said
+    while counters(cache)["save_handed_over"] == saved:
+        ask(llama, next(prompts))  # it is tried again in time
+        assert cache.flush(30_000)
+
+
+def test_what_a_worker_measures_says_that_rows_pay(
+    tiny_models: dict[str, Path], smollm2: Path, cache: Cache, worker: MakeLlama
+) -> None:
+    for path, most_share in ((tiny_models["llama"], 0.5), (smollm2, 0.2)):
+        llama, other = worker(path, cache), worker(path, cache)
+        for number in range(30):
+            if llama._measured.has_prefilled and other._measured.has_restored:
+                break
+            prompt = f"{number}. {LONG * 2}"
+            ask(llama, prompt, max_tokens=1)
+            assert cache.flush(30_000)
+            assert ask(other, prompt, max_tokens=1).report.source == "shared"
+        measured = llama._measured.plus(other._measured)
+        speed = measured.speed
+        assert measured.has_prefilled
+        assert measured.has_restored
+        token_mib = llama._author.size.token_bytes / MIB  # type: ignore[union-attr]
+        assert speed.restore_ms_per_mib * token_mib < most_share * speed.prefill_ms_per_token
+    assert "save_dropped_slower_than_prefill" not in counters(cache)
+    page = cache.statistics().counters
+    assert page["prefill_us"] > 0
+    assert page["restored_bytes"] >= MIB
+    assert page["disk_restored_bytes"] == 0
 
 
 def test_what_was_not_saved_says_why(

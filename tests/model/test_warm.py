@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from array import array
 from pathlib import Path
 
@@ -76,6 +78,20 @@ def test_warm_says_what_it_cannot_compute(
     (tmp_path / "NO_MESSAGES").write_text("{}")
     options = [option.replace("=N", f"={tmp_path}/N") for option in what]
     assert main(["warm", f"--namespace={space.name}", f"--model={smollm2}", *options]) == USAGE_ERROR
+
+
+def test_warm_says_why_something_was_not_saved_if_it_is_asked(
+    space: Namespace, filled: Cache, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "prompt").write_text("short")
+    command = [sys.executable, "-m", "shmcache.tools.main", "warm", f"--namespace={space.name}"]
+    command += [f"--model={tiny_models['llama']}", f"--prompt={tmp_path / 'prompt'}", *SMALL]
+    silent, said = (
+        subprocess.run([*command, *more], capture_output=True, text=True, check=True).stderr
+        for more in ([], ["--explain-saves"])
+    )
+    assert "not saved" not in silent
+    assert "not saved: the prompt: its 6 tokens are not above min_tokens (512)" in said
 
 
 def test_warm_needs_a_coordinator(

@@ -241,6 +241,8 @@ class Models:
                 cache=self._cache,
                 gates=model.gates,
                 reuse=settings.reuse,
+                explain_saves=settings.explain_saves,
+                audit_rate=settings.audit_rate,
                 **{"n_threads": threads, "n_threads_batch": threads, "verbose": False, **model.options},
             )
             for model in settings.models

@@ -63,6 +63,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     api_keys   a file of keys, each with its tenant; None: everybody is the same tenant.
     stop_s     how long open requests may go on once the server stops.
     reuse      False computes every prompt anew, to compare with.
+    explain_saves  log, at level info, why something was not saved.
+    audit_rate     share of the hits whose row is computed anew and compared, 0 to 1.
     log_level  of the server's log on stderr.
     """
 
@@ -76,6 +78,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: str | None = None
     stop_s: float = 30.0
     reuse: bool = True
+    explain_saves: bool = False
+    audit_rate: float = 0.0
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -94,6 +98,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("port", 0, 65_535),
             ("waiting", 0, MAX_WAITING),
             ("stop_s", 0, 3_600),
+            ("audit_rate", 0, 1),
         ):
             if not least <= getattr(self, name) <= most:
                 raise ConfigError(f"{name} ({getattr(self, name)}) must be between {least} and {most}")
