@@ -59,6 +59,10 @@ _LOOK_AGAIN_NS = 1_000_000_000
 _LOOK_AT_LOCK_NS = 100_000_000
 
 
+_Decide = tuple[memoryview, int, Callable[[bytes], tuple[bytes, float | None] | None]]
+_NO_DECISIONS: _Decide = (memoryview(bytes(8 * EPOCH_WORD + 8)).cast("Q"), -1, lambda _key: None)
+
+
 class Head(TypedDict):
     """What every request starts with (protocol.Request)."""
 
@@ -109,6 +113,7 @@ class Connection:
         self.client = random.SystemRandom().getrandbits(63)
         self._control: ControlPage | None = None
         self._view: _View | None = None
+        self._decide = _NO_DECISIONS
         self._page: WorkerPage | None = None
         self._queue: RequestQueue | None = None
         self._look_again_ns = self._cleaned_look_ns = 0
@@ -141,6 +146,18 @@ class Connection:
             )
         except IndexError:  # found in the larger index of an earlier coordinator
             return False
+
+    def decision(self, key: bytes) -> tuple[bytes, float | None] | None:
+        """A decision as TableReader.get, from the current table. Raises NoCoordinator where there is none."""
+        epoch_words, epoch, get = self._decide
+        if epoch_words[EPOCH_WORD] == epoch:
+            return get(key)
+        table = self.decisions()
+        if table is None:
+            raise NoCoordinator(self.names.namespace)
+        if self._control is not None:
+            self._decide = self._control.words, table.epoch, table.get
+        return table.get(key)
 
     def decisions(self) -> TableReader | None:
         """The current decision table, as reader()."""
@@ -189,27 +206,32 @@ class Connection:
             now_ns = time.monotonic_ns()
             if now_ns < self._look_again_ns:
                 return None
+            view = None
             try:
-                self._remap()
-                self._make_page()
+                view = self._current_view()
+                if view is not None and self._page is None:
+                    self._make_page()
             except FAULTS as error:
                 self.fault("attach", error)
-                self._view = None
-            if self._view is None:
+                view = None
+            # The page first: a thread that sees the view asks at once, and notes its hits there.
+            self._view, self._decide = view, _NO_DECISIONS
+            if view is None:
                 self._look_again_ns = now_ns + _LOOK_AGAIN_NS
                 return None
-            return self._view.reader()
+            return view.reader()
 
-    def _remap(self) -> None:
+    def _current_view(self) -> _View | None:
+        """The view of the current epoch, mapped anew where it has moved; None where there is none."""
         if self._control is None:
             self._control = ControlPage.open(self.names)
         for last_try in (False, True):
             epoch = self._control.epoch(LAYOUT)
             if self._view is not None and self._view.epoch == epoch:
-                return
-            self._view = None
+                return self._view
+            self._view, self._decide = None, _NO_DECISIONS
             if epoch == 0:
-                return
+                return None
             try:
                 mapping = shm.Mapping.open(SHM_ROOT / self.names.index_segment(epoch))
                 decisions = shm.Mapping.open(SHM_ROOT / self.names.decisions_segment(epoch))
@@ -218,15 +240,15 @@ class Connection:
                 if last_try:
                     raise
             else:
-                self._view = _View(epoch, mapping, decisions)
-                return
+                return _View(epoch, mapping, decisions)
+        return None
 
     def _make_page(self) -> None:
-        if self._view is not None and self._page is None:
-            self._page = WorkerPage(self.names, self.client)
-            for name, index in COUNTER_INDEX.items():
-                self._page.count(name, self._counts[index])
-            self._page.words[Word.UNNAMED] = self._unnamed_bytes
+        worker_page = WorkerPage(self.names, self.client)
+        for name, index in COUNTER_INDEX.items():
+            worker_page.count(name, self._counts[index])
+        worker_page.words[Word.UNNAMED] = self._unnamed_bytes
+        self._page = worker_page
 
     # ---- counting
 

@@ -82,8 +82,8 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def start(self) -> int:
-        """Offset of the first entry: the next line of 64 bytes."""
-        return -(-self.slots // 64) * 64
+        """Offset of the first entry: entries of 256 bytes are four lines each, and in one page."""
+        return -(-self.slots // 256) * 256
 
     @property
     def end(self) -> int:
@@ -98,6 +98,7 @@ class SlotReader:
         """A table in a whole mapping; `replacements` is its counter, a view of one word."""
         self._raw = raw
         self._find = raw.find
+        self.place = place
         self._buckets, self._start, self._size = place.buckets, place.start, place.entry_bytes
         self.words = memoryview(raw)[place.start : place.end].cast("Q")[:: place.entry_bytes // 8]
         """The words by slot: a hot path of the table's own loads them itself."""
@@ -111,19 +112,6 @@ class SlotReader:
 
     def get(self, key: bytes) -> Entry | None:
         """The entry of a key, or None."""
-        tag, first = first_place(key)
-        bucket = first % self._buckets * SLOTS
-        slot = self._find(tag, bucket, bucket + SLOTS)  # 1
-        if slot >= 0:
-            word = self.words[slot]  # 2
-            start = slot * self._size + self._start
-            image = self._raw[start : start + self._size]  # 3
-            if crc32c(image) == SOUND and self.words[slot] == word and image[8:24] == key and word:  # 4, 5, 6
-                return image, slot, word
-        return self._search(key)
-
-    def _search(self, key: bytes) -> Entry | None:
-        """The whole algorithm; `get` is its first match, unrolled."""
         tag, *choices = _places(key)
         for is_last in (False, True):
             replacements = self._replacements[0]

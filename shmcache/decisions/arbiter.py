@@ -238,14 +238,14 @@ class Arbiter:
     def _add_one(self, adding: _Adding, position: int, item: Item, now: Now) -> AddVerdict | None:
         """The verdict, or None where it comes with the commit."""
         request, key = adding.request, item.key
+        entry = self._table.entry(key)
+        if entry is not None and not ended(entry, now.boot_ns):
+            return "held"  # also where the claim has ended: somebody else's decision ended it
         if request.clear < self._clear or (request.claim and not self._holds(request.claim, key)):
             return "ended"
         if (pending := self._pending.get(key)) is not None:
             pending.waiters.append((adding, position))
             return None
-        entry = self._table.entry(key)
-        if entry is not None and not ended(entry, now.boot_ns):
-            return "held"
         if not self._table.could_fit(item.value):
             return "too_large"
         record, ends_ns = self._record(key, item.value, item.ttl_ms, now)

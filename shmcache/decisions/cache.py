@@ -654,8 +654,8 @@ class DecisionCache:
         def wake() -> None:
             loop.call_soon_threadsafe(settle)
 
-        if not self._flights.when_free(step.keys, wake):
-            watch = self._flights.begin_watch(step.keys)
+        watch = self._flights.begin_wait(step.keys, wake)
+        if watch is not None:
             watch.waiters.append(wake)
             threading.Thread(target=self._flights.watch, args=(watch, step.deadline_ns), daemon=True).start()
         await asyncio.wait((free,), timeout=max(0, step.deadline_ns - time.monotonic_ns()) / 1e9)

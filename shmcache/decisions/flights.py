@@ -154,18 +154,24 @@ class Flights:
     def wait(self, keys: Sequence[bytes], deadline_ns: int) -> None:
         """Return when it is worth looking again, at the deadline at the latest."""
         free = threading.Event()
-        if self.when_free(keys, free.set):
+        watch = self.begin_wait(keys, free.set)
+        if watch is None:
             free.wait(max(0, deadline_ns - time.monotonic_ns()) / 1e9)
         else:
-            self.watch(self.begin_watch(keys), deadline_ns)
+            self.watch(watch, deadline_ns)
 
-    def begin_watch(self, keys: Sequence[bytes]) -> Watch:
-        """Say that somebody of this process is going to wait at the store for these keys."""
-        watch = Watch(keys)
+    def begin_wait(self, keys: Sequence[bytes], wake: Wake) -> Watch | None:
+        """As when_free; where no key is taken here the caller has to watch() what is returned.
+
+        One step: of many threads that come together one asks the store, and not each of them.
+        """
         with self._lock:
+            if self.when_free(keys, wake):
+                return None
+            watch = Watch(keys)
             for key in keys:
                 self._watched.setdefault(key, watch)
-        return watch
+            return watch
 
     def watch(self, watch: Watch, deadline_ns: int) -> None:
         """Wait at the store, then wake everybody in this process who wants one of these keys."""

@@ -82,10 +82,7 @@ class SharedStore:
 
     def get(self, key: bytes) -> Held | None:
         """As DecisionStore. Raises NoCoordinator where there is no table to read."""
-        table = self._connection.decisions()
-        if table is None:
-            raise NoCoordinator(self._connection.names.namespace)
-        return table.get(key)
+        return self._connection.decision(key)
 
     def add(self, key: bytes, value: bytes, expires: float | None) -> bytes:
         """As DecisionStore."""

@@ -55,7 +55,7 @@ import msgspec
 from crc32c import crc32c
 
 from shmcache.errors import LayoutMismatch
-from shmcache.slots import SLOTS, SOUND, Entry, Place, SlotReader, SlotWriter, first_place
+from shmcache.slots import SOUND, Entry, Place, SlotReader, SlotWriter, first_place
 
 KEY_BYTES = 16
 ENTRY_BYTES = 256
@@ -96,6 +96,7 @@ _FIXED = struct.Struct("<QdIIII")
 _FIXED_AT = 8 + KEY_BYTES
 _VALUE_AT = _FIXED_AT + _FIXED.size
 _fixed = _FIXED.unpack_from
+_parts = struct.Struct(f"<Q16sQdIIII{INSIDE_BYTES + 4}x").unpack  # word, key, and as _fixed
 assert _ENTRY.size + 4 == _VALUE_AT + INSIDE_BYTES + 4 == ENTRY_BYTES
 
 _MAGIC = int.from_bytes(b"shmcdec1", "little")
@@ -112,6 +113,9 @@ LAYOUT_HASH = int.from_bytes(
     ).digest()[:8],
     "little",
 )
+
+
+_Held = tuple[bytes, float | None]  # a value and its Unix expiry; None: never
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -157,7 +161,12 @@ def segment_bytes(max_rows: int, units: int) -> int:
 
 
 class TableReader:
-    """Lookups without a lock, for any number of threads. `buffer` is a memoryview over a whole mmap."""
+    """Lookups without a lock, for any number of threads. `buffer` is a memoryview over a whole mmap.
+
+    get(key)  the living value of a key and its Unix expiry, or None
+    """
+
+    get: Callable[[bytes], _Held | None]
 
     def __init__(self, buffer: memoryview, ring: Ring | None = None) -> None:
         """Raises LayoutMismatch if another build made the segment, or if it is none.
@@ -180,11 +189,9 @@ class TableReader:
             raise LayoutMismatch(LAYOUT_HASH, theirs)
         replacements = self._header[_REPLACEMENTS_WORD : _REPLACEMENTS_WORD + 1]
         self._slots = self._open(raw, place, replacements)
-        self._words, self._find = self._slots.words, raw.find
-        self._buckets, self._start = place.buckets, place.start
         # Without a ring hits are noted in a word that nobody reads: cheaper than to ask at each hit.
-        ring = ring or Ring(memoryview(bytearray(8)).cast("Q"), memoryview(bytearray(8)).cast("Q"))
-        self._head, self._touches, self._ring_mask = ring.head, ring.touches, len(ring.touches) - 1
+        self._ring = ring or Ring(memoryview(bytearray(8)).cast("Q"), memoryview(bytearray(8)).cast("Q"))
+        self.get = self._make_get()
 
     def _open(self, raw: mmap, place: Place, replacements: memoryview) -> SlotReader:
         return SlotReader(raw, place, replacements)
@@ -202,38 +209,51 @@ class TableReader:
     def __len__(self) -> int:
         return self._header[_ROWS_WORD]
 
-    def get(self, key: bytes) -> tuple[bytes, float | None] | None:
-        """The living value of a key and its Unix expiry, or None."""
-        # The first match of slots' search, unrolled: a call and a tuple less is a sixth of a hit.
-        words = self._words
-        tag, first = first_place(key)
-        bucket = first % self._buckets * SLOTS
-        slot = self._find(tag, bucket, bucket + SLOTS)
-        word = words[slot] if slot >= 0 else 0
-        start = slot * ENTRY_BYTES + self._start
-        image = self._raw[start : start + ENTRY_BYTES]
-        if not word or crc32c(image) != SOUND or words[slot] != word or image[8:_FIXED_AT] != key:
-            entry = self._slots.get(key)
-            if entry is None:
+    def _make_get(self) -> Callable[[bytes], _Held | None]:
+        """Build `get`: all that it touches in local variables, and the first match of slots' search unrolled.
+
+        The word need not be loaded before the copy as well: the check says that it belongs to the body, and
+        the load after the copy that it stands.
+        """
+        find, raw, words, search = self._raw.find, self._raw, self._slots.words, self._slots.get
+        buckets, entries_at, units_at = self._slots.place.buckets, self._slots.place.start, self._units_at
+        ring_head, touches, ring_mask = self._ring.head, self._ring.touches, len(self._ring.touches) - 1
+        sum_of, sound, parts, clock, boottime = crc32c, SOUND, _parts, _clock, _BOOTTIME
+
+        def get(key: bytes) -> _Held | None:
+            tag, first = first_place(key)
+            bucket = first % buckets * 8
+            slot = find(tag, bucket, bucket + 8)
+            image = b""
+            if slot >= 0:
+                start = slot * 256 + entries_at
+                image = raw[start : start + 256]
+                word, found, ends_ns, expires, _written, value_bytes, unit, value_crc = parts(image)
+            # The sum of an entry whose word is 0 is never right: it was made with another word.
+            if not image or sum_of(image) != sound or words[slot] != word or found != key:
+                entry = search(key)
+                if entry is None:
+                    return None
+                image, slot, word = entry
+                _, _, ends_ns, expires, _written, value_bytes, unit, value_crc = parts(image)
+            if ends_ns and ends_ns <= clock(boottime):
                 return None
-            image, slot, word = entry
-        ends_ns, expires, _written, value_bytes, unit, value_crc = _fixed(image, _FIXED_AT)
-        if ends_ns and ends_ns <= _clock(_BOOTTIME):
-            return None
-        if unit == _INSIDE:
-            value = image[_VALUE_AT : _VALUE_AT + value_bytes]
-        else:
-            value = self._units(unit, value_bytes)
-            if crc32c(value) != value_crc or self._words[slot] != word:
-                # Its entry has left, and the units with it: at that moment it was a miss.
-                return None
-        # Two threads at once may lose a touch: it costs an entry its place in the order of use, and a lock
-        # would cost every hit.
-        ring_head = self._head
-        head = ring_head[0]
-        self._touches[head & self._ring_mask] = slot | (word >> 8 & 0xFFFFFFFF) << 32
-        ring_head[0] = head + 1
-        return value, expires or None
+            if unit == _INSIDE:
+                value = image[_VALUE_AT : _VALUE_AT + value_bytes]
+            else:
+                start = units_at + unit * UNIT_BYTES
+                value = raw[start : start + value_bytes]
+                if sum_of(value) != value_crc or words[slot] != word:
+                    # Its entry has left, and the units with it: at that moment it was a miss.
+                    return None
+            # Two threads at once may lose a touch: it costs an entry its place in the order of use, and a
+            # lock would cost every hit.
+            head = ring_head[0]
+            touches[head & ring_mask] = slot | (word >> 8 & 0xFFFFFFFF) << 32
+            ring_head[0] = head + 1
+            return value, expires or None
+
+        return get
 
     def decisions(self) -> Iterator[Decision]:
         """All that live, in no order."""
@@ -249,7 +269,7 @@ class TableReader:
         value = image[_VALUE_AT : _VALUE_AT + value_bytes]
         if unit != _INSIDE:
             value = self._units(unit, value_bytes)
-            if crc32c(value) != value_crc or self._words[slot] != word:
+            if crc32c(value) != value_crc or self._slots.words[slot] != word:
                 return None
         return Decision(image[8:_FIXED_AT], value, expires or None, written)
 
@@ -261,7 +281,7 @@ class TableReader:
         """End this view, so that its mapping can be closed. No call may follow."""
         self._slots.close()
         self._header.release()
-        del self._raw, self._find
+        del self._raw, self.get
 
     def _units(self, unit: int, value_bytes: int) -> bytes:
         start = self._units_at + unit * UNIT_BYTES

@@ -432,6 +432,14 @@ def test_what_is_computed_when_its_key_is_deleted_goes_back_to_its_caller(world:
     assert (world.value(A), world.rows) == (None, {B: b"2"})
 
 
+def test_an_owner_whose_key_somebody_else_has_decided_gets_the_first_decision(world: World) -> None:
+    claim = world.claim(A)
+    world.add((A, b"first"), client=BOB)  # without a claim: its coordinator did not answer in time
+    assert world.commit() == [(BOB, Added(["stored"]))]
+    assert world.add((A, b"second"), claim=claim.claim) == [(ALICE, Added(["held"]))]
+    assert world.value(A) == b"first"
+
+
 def test_a_decision_that_is_deleted_while_it_is_committed_does_not_appear(world: World) -> None:
     world.add((A, b"1"))
     world.send(Delete, BOB, keys=[A])

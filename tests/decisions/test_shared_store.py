@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from support import Namespace, Pipe, eventually
 
+from shmcache import connection
 from shmcache.decisions import DecisionCache, MemoryStore
 from shmcache.decisions.fallback import FallbackStore
-from shmcache.decisions.shared import SharedStore
+from shmcache.decisions.shared import SharedClaim, SharedStore
 from shmcache.errors import NoCoordinator
+from shmcache.page import WorkerPage
 
 QUESTIONS = {"q": {"type": "score"}}
 KEY = b"k" * 16
@@ -48,6 +50,32 @@ def test_a_decision_is_read_by_another_process(space: Namespace, store: SharedSt
 
     assert space.child(read).hear() == "here"
     assert store.get(b"o" * 16) == (b"there", None)
+
+
+def test_a_thread_that_comes_while_another_attaches_asks_as_well(
+    space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a claim was answered None there: two computed, and the owner kept its own answer."""
+    space.start()
+    store = SharedStore(space.name)
+    is_making, go_on = threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any) -> WorkerPage:
+        is_making.set()
+        assert go_on.wait(20)
+        return WorkerPage(*arguments)
+
+    monkeypatch.setattr(connection, "WorkerPage", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(store.claim, [KEY], 300)
+        assert is_making.wait(20)
+        second = pool.submit(store.claim, [b"o" * 16], 300)
+        with pytest.raises(TimeoutError):
+            second.result(0.05)
+        go_on.set()
+        assert isinstance(first.result(), SharedClaim)
+        assert isinstance(second.result(), SharedClaim)
+    store.close()
 
 
 def test_a_batch_larger_than_a_message_goes_in_one_round_trip(store: SharedStore) -> None:
@@ -199,6 +227,41 @@ def test_case_f06_of_eight_processes_one_computes(space: Namespace) -> None:
     space.start()
     answers, computed = _answers(_herd(space, 8, 0.3))
     assert (len(answers), computed) == (1, 1)
+
+
+def test_case_f06_of_sixteen_processes_one_computes_and_after_its_kill_one_more(
+    space: Namespace, tmp_path: Path
+) -> None:
+    """A model of 1 s, and kill -9 of whoever computes: one answer for all who are left."""
+    space.start()
+    computing = tmp_path / "computing"
+    computing.touch()
+
+    def decide(pipe: Pipe) -> None:
+        cache = cache_in(space.name)
+        pipe.say("ready")
+        pipe.hear()
+
+        def compute(state: Any, questions: Any) -> Any:
+            with computing.open("a") as stream:
+                stream.write(f"{os.getpid()}\n")
+            time.sleep(1)
+            return {"q": os.getpid()}
+
+        pipe.say(cache.get_or_compute("m", "s", QUESTIONS, compute)["q"])
+
+    children = [space.child(decide) for _ in range(16)]
+    for child in children:
+        assert child.hear() == "ready"
+    for child in children:
+        child.say()
+    eventually(lambda: computing.read_text().endswith("\n"))
+    owner = next(child for child in children if child.pid == int(computing.read_text()))
+    owner.kill()
+    killed = time.monotonic()
+    answers = {child.hear() for child in children if child is not owner}
+    assert time.monotonic() - killed < 10
+    assert computing.read_text().split() == [str(owner.pid), *map(str, answers)]
 
 
 def test_case_f06_when_the_one_that_computes_is_killed_another_takes_over(space: Namespace) -> None:
