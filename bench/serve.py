@@ -4,12 +4,12 @@
     ttft_p50_vs_llama_cpp_server, ttft_p99_vs_llama_cpp_server, requests_per_s_vs_llama_cpp_server
     failed_requests              of ours, of all that were asked
 
-Three servers: `shmcache serve` with 2 workers and a coordinator; the same with --no-reuse and none;
-llama-cpp-python's own server with its RAM cache, which is one process that takes all cores. Each serves the
-same chats by turns: 16 clients with one system prompt of 1,200 tokens, each with questions of its own of some
-40 tokens and replies of at most 16, all clients of a turn at once. The first turn, in which caches are empty,
-is not counted. Time to first token is measured by the openai package, from the request to the first chunk
-with text. --quick: 4 clients, 300 tokens, 1 counted turn.
+Three servers: `shmcache serve` with 2 workers of 8 contexts each and a coordinator; the same with --no-reuse
+and none; llama-cpp-python's own server with its RAM cache, which is one process that takes all cores. Each
+serves the same chats by turns: 16 clients with one system prompt of 1,200 tokens, each with questions of its
+own of some 40 tokens and replies of at most 16, all clients of a turn at once. The first turn, in which
+caches are empty, is not counted. Time to first token is measured by the openai package, from the request to
+the first chunk with text. --quick: 4 clients, 300 tokens, 1 counted turn.
 
 Owner: bench. Leaves out: bounds.
 """
@@ -38,6 +38,7 @@ from shmcache.tools.demo import CoordinatorProcess
 from shmcache.tools.model import model_path
 
 WORKERS = 2
+PARALLEL = 8
 REPLY_TOKENS = 16
 QUESTION_TOKENS = 40
 READY_S = 120
@@ -183,6 +184,7 @@ SERVERS = (with_cache, without_cache, llama_cpp_server)
 def _serve(scale: Scale, *flags: str) -> contextlib.AbstractContextManager[str]:
     return _process(
         *("-m", "shmcache.tools.main", "serve", f"--model=model={model_path()}", f"--workers={WORKERS}"),
+        f"--parallel={PARALLEL}",
         *(f"--llama=n_ctx={_n_ctx(scale)}", *scale.gates, *flags, f"--port={_free_port()}"),
     )
 

@@ -43,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with the same settings")
     parser.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port, 0 for any free one (default: 8000)")
-    parser.add_argument("--workers", type=int, help="processes with a context each (default: 2)")
+    parser.add_argument("--workers", type=int, help="processes with the models each (default: 2)")
+    parser.add_argument(
+        "--parallel", type=int, help="requests under way in each worker, a context for each (default: 1)"
+    )
     parser.add_argument("--tier", help="where states are saved: ram_file, ram or disk (default: ram_file)")
     parser.add_argument(
         "--waiting", type=int, help="requests that may wait before others get 503 (default: 64)"

@@ -8,6 +8,8 @@ import json
 import multiprocessing
 import os
 import socket
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import eventually
 
 from shmcache.config import Gates
 from shmcache.errors import ConfigError
@@ -25,6 +28,7 @@ from shmcache.workers.serve.keys import ApiKeys
 from shmcache.workers.serve.line import Line
 from shmcache.workers.serve.requests import BadRequest, read_job, read_lookup
 from shmcache.workers.serve.settings import DEFAULT_N_CTX, load
+from shmcache.workers.serve.turns import Turns
 from shmcache.workers.serve.wire import (
     Begun,
     Chunk,
@@ -53,7 +57,7 @@ def test_slots_are_taken_vacated_and_taken_again_and_totals_never_go_back() -> N
     for slot in slots:
         slot.state = SERVING
         slot.take_request()
-        slot.run(True)
+        slot.begin_run()
         slot.count("answered", 2)
     assert (board.serving(), board.open(), board.running()) == (3, 3, 3)
     board.vacate(slots[1])
@@ -152,6 +156,41 @@ def test_whoever_is_killed_with_a_connection_is_noticed_at_the_other_end() -> No
 def _take_and_die(line: Line) -> None:
     assert line.take() is not None
     os.kill(os.getpid(), 9)
+
+
+# ---- turns
+
+
+def test_first_tokens_come_before_further_ones_and_each_in_the_order_of_asking() -> None:
+    turns = Turns()
+    order: list[str] = []
+    waiting: list[threading.Thread] = []
+
+    def compute(name: str) -> None:
+        with turns.turn(is_new=name.startswith("new")):
+            order.append(name)
+            time.sleep(0.001)
+            order.append(name)
+
+    with turns.turn(is_new=False):
+        for name in ("on 1", "new 1", "on 2", "new 2"):
+            waiting.append(threading.Thread(target=compute, args=(name,)))
+            waiting[-1].start()
+            eventually(lambda: len(turns._new) + len(turns._going_on) == len(waiting))
+        assert not order
+    for thread in waiting:
+        thread.join()
+    assert order == [name for name in ("new 1", "new 2", "on 1", "on 2") for _ in range(2)]
+    compute("new 3")
+    assert order[-1] == "new 3"
+
+
+def test_a_turn_is_handed_on_also_by_one_that_fails() -> None:
+    turns = Turns()
+    with pytest.raises(ValueError, match="fails"), turns.turn(is_new=True):
+        raise ValueError("fails")
+    with turns.turn(is_new=False):
+        pass
 
 
 # ---- desk and engine, the engine played by the test

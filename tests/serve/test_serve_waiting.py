@@ -70,6 +70,33 @@ def test_the_openai_package_comes_back_by_itself(lone: Served) -> None:
     assert len(asyncio.run(ask())) == 6
 
 
+@pytest.fixture(scope="module")
+def wide(tiny_model: Path) -> Iterator[Served]:
+    """One worker with three contexts."""
+    with Served(f"wide-{os.getpid()}", f"--model=tiny={tiny_model}", "--parallel=3", "--waiting=0") as served:
+        yield served
+
+
+def test_with_several_contexts_a_long_reply_holds_up_nobody(wide: Served) -> None:
+    client = wide.client()
+    alone = client.completions.create(**LONG, prompt=prompt("long")).choices[0].text
+    short = client.completions.create(**SHORT, prompt="short").choices[0].text
+    first, second = (client.completions.create(**ENDLESS, prompt=prompt(name), stream=True) for name in "ab")
+    next(first), next(second)
+    assert wide.metric("shmcache_serve_running") == 2
+    assert client.completions.create(**SHORT, prompt="short").choices[0].text == short
+    assert client.completions.create(**LONG, prompt=prompt("long")).choices[0].text == alone
+    third = client.completions.create(**ENDLESS, prompt=prompt("c"), stream=True)
+    next(third)
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.completions.create(**SHORT, prompt="one too many")
+    assert refused.value.status_code == 503
+    for stream in (first, second, third):
+        next(stream)  # they go on
+        stream.close()
+    eventually(lambda: wide.metric("shmcache_serve_running") == 0)
+
+
 def test_whoever_hangs_up_in_mid_stream_frees_the_worker(lone: Served) -> None:
     since = Since(lone)
     with lone.client().completions.create(**ENDLESS, prompt=prompt("hangs up"), stream=True) as stream:

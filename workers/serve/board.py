@@ -4,7 +4,7 @@
     word  name        meaning
     0     state       0 free, 1 booting, 2 serving
     1     open        requests that its desk has taken and not yet answered
-    2     running     1 while its engine has a request in hand
+    2     running     requests that its engine has in hand
     8..   counters    one word for each name in COUNTERS
     64..  histograms  for each name in HISTOGRAMS: one word a bucket of BOUNDS_S, one for what is longer,
                       and the sum in microseconds
@@ -80,9 +80,13 @@ class Slot:
         """One of them has ended, in whatever way."""
         self._words[self._at + _OPEN] -= 1
 
-    def run(self, running: bool) -> None:
-        """Say whether the engine has a request in hand."""
-        self._words[self._at + _RUNNING] = int(running)
+    def begin_run(self) -> None:
+        """The engine has one more request in hand."""
+        self._words[self._at + _RUNNING] += 1
+
+    def end_run(self) -> None:
+        """And one less."""
+        self._words[self._at + _RUNNING] -= 1
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter of COUNTERS."""
@@ -136,7 +140,7 @@ class Board:
         return sum(self._column(_OPEN))
 
     def running(self) -> int:
-        """Requests that an engine has in hand."""
+        """Requests that engines have in hand."""
         return sum(self._column(_RUNNING))
 
     def total(self, counter: str) -> int:

@@ -1,6 +1,6 @@
 """A request has come in at this worker: may it wait, who answers it, and what if that one dies?
 
-    open() < serving + waiting? ──no──► Overloaded                     503 with Retry-After
+    open() < seats + waiting? ──no──► Overloaded                       503 with Retry-After
           │ yes
           ▼
     put a connection into the line ──► Begun ──► FirstToken ──► Chunk* ──► Done | Failed
@@ -118,22 +118,27 @@ class Call:
 class Desk:
     """Takes requests and finds engines for them."""
 
-    def __init__(self, line: Line, board: Board, slot: Slot, waiting: int) -> None:
-        """`waiting` is how many requests may wait for an engine, in the whole server."""
+    def __init__(self, line: Line, board: Board, slot: Slot, waiting: int, parallel: int = 1) -> None:
+        """`waiting` requests may wait, in the whole server; `parallel` are under way in each engine."""
         self._line = line
         self._board = board
         self._waiting = waiting
+        self._parallel = parallel
         self._calls: set[Call] = set()
         self.slot = slot
 
     def call(self, job: Job) -> Call:
         """Begin a request. Raises Overloaded."""
-        if self._board.open() >= self._board.serving() + self._waiting:
+        if self._board.open() >= self._seats() + self._waiting:
             raise self._overloaded()
         self.slot.take_request()
         call = Call(self, job)
         self._calls.add(call)
         return call
+
+    def _seats(self) -> int:
+        """Requests that can be under way at once."""
+        return self._board.serving() * self._parallel
 
     def ended(self, call: Call) -> None:
         """A call was closed."""
@@ -168,5 +173,5 @@ class Desk:
     def _overloaded(self) -> Overloaded:
         """When to come back: once those who are here have been answered, at the pace so far."""
         open_requests = self._board.open()
-        wait_s = self._board.histogram("request").mean_s * open_requests / max(1, self._board.serving())
+        wait_s = self._board.histogram("request").mean_s * open_requests / max(1, self._seats())
         return Overloaded(open_requests, min(max(1, math.ceil(wait_s)), LONGEST_RETRY_S))

@@ -129,8 +129,10 @@ class Server(BaseApplication):  # type: ignore[misc]
         except ConfigError as error:
             log.critical("%s", error)
             sys.exit(Arbiter.WORKER_BOOT_ERROR)
-        engine = Engine(self._line, slot, lambda: Models(settings, gunicorn_hooks.worker_threads()))
-        desk = Desk(self._line, self._board, slot, settings.waiting)
+        engine = Engine(
+            self._line, slot, settings.parallel, lambda: Models(settings, gunicorn_hooks.worker_threads())
+        )
+        desk = Desk(self._line, self._board, slot, settings.waiting, settings.parallel)
         app = App(
             settings,
             desk,

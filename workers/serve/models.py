@@ -1,6 +1,6 @@
 """The models of one worker, by name: who answers as whom, and how is a computation stopped?
 
-Owner: the engine's thread; `reusable_tokens` and `hang_up` may be asked from others.
+Owner: each seat the engine's thread for it; `reusable_tokens` and `hang_up` may be asked from others.
 Invariants
     I1  A request sees rows of its own tenant and of nobody else, and the cells hold no other tenant's
         conversation while it runs.
@@ -22,7 +22,7 @@ import difflib
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, NoReturn
 
@@ -39,10 +39,12 @@ from shmcache.workers.decide import DecisionModel
 from shmcache.workers.lookup import reusable_tokens
 from shmcache.workers.rows import Author
 from shmcache.workers.serve import answers
-from shmcache.workers.serve.settings import Settings
+from shmcache.workers.serve.settings import ModelSettings, Settings
+from shmcache.workers.serve.turns import Turns
 from shmcache.workers.serve.wire import Done, Failed, FirstToken, Job, Reply
 from shmcache.workers.shared_llama import SharedLlama
 from shmcache.workers.state import context_params
+from shmcache.workers.trail import Trail
 
 _STRLEN = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value or 0
 
@@ -90,8 +92,9 @@ class HangUp:
 class ServedLlama(SharedLlama):
     """A SharedLlama that serves one tenant after the other, counts tokens, and can be stopped."""
 
-    def __init__(self, model_path: str, *, reuse: bool = True, **options: Any) -> None:
+    def __init__(self, model_path: str, *, turns: Turns, reuse: bool = True, **options: Any) -> None:
         """`reuse` False computes every prompt from its first token, to compare with."""
+        self._turns = turns
         self.hang_up = HangUp()
         self.completion_tokens = 0
         self._reuse = reuse
@@ -161,6 +164,10 @@ class ServedLlama(SharedLlama):
                 self.completion_tokens += not llama_cpp.llama_vocab_is_eog(self._model.vocab, token)
                 yield token
 
+    def _decode(self, trail: Trail, tokens: Sequence[int]) -> None:
+        with self._turns.turn(is_new=self._on_first_token is not None):
+            super()._decode(trail, tokens)
+
     def tokens_of(self, job: Job) -> list[int]:
         """The prompt of a request as llama_cpp would decode it. Raises ValueError for a wrong one."""
         listener = _Listener(self)
@@ -229,50 +236,71 @@ def check_options(settings: Settings) -> None:
             raise ConfigError(f"model {model.name}: llama_cpp.Llama has no argument {name}{advice}")
 
 
-class Models:
-    """Every model of the server, loaded in this process."""
+class Seat:
+    """What answers one request at a time: a context of each model."""
 
-    def __init__(self, settings: Settings, threads: int) -> None:
-        """Load them all. Raises what llama_cpp raises for a file that it cannot load."""
-        self._cache: Cache | None = attach(settings.namespace, tier=settings.tier) if settings.reuse else None
-        self._models = {
-            model.name: ServedLlama(
-                model.path,
-                cache=self._cache,
-                gates=model.gates,
-                reuse=settings.reuse,
-                explain_saves=settings.explain_saves,
-                audit_rate=settings.audit_rate,
-                **{"n_threads": threads, "n_threads_batch": threads, "verbose": False, **model.options},
-            )
-            for model in settings.models
-        }
+    def __init__(self, models: Mapping[str, ServedLlama]) -> None:
+        self._models = models
+
+    def model(self, name: str) -> ServedLlama:
+        """One of the models, for questions that generate nothing."""
+        return self._models[name]
 
     def hang_up(self, model: str) -> HangUp:
         """What to set when the client of this model's request has gone."""
         return self._models[model].hang_up
 
-    def answer(self, job: Job, hang_up: HangUp, send: Callable[[Reply], None]) -> Done | Failed:
+    def answer(self, job: Job, send: Callable[[Reply], None]) -> Done | Failed:
         """Answer a request; what comes before its last word goes to `send`."""
         llama = self._models[job.model]
         hints = llama.asking(parent_key=job.hints.parent_key, wait_ms=job.hints.wait_ms)
         with hints, llama.request(job.tenant, lambda: send(FirstToken())):
             return answers.answer(llama, job, send)
 
+    def close(self) -> None:
+        """Make the `shutdown` saves and free the models."""
+        for llama in self._models.values():
+            llama.close()
+
+
+class Models:
+    """Every model of the server, loaded in this process, once for each seat."""
+
+    def __init__(self, settings: Settings, threads: int) -> None:
+        """Load them all. Raises what llama_cpp raises for a file that it cannot load."""
+        self._cache: Cache | None = attach(settings.namespace, tier=settings.tier) if settings.reuse else None
+        turns = Turns()
+        self.seats = tuple(
+            Seat({model.name: self._load(settings, model, threads, turns) for model in settings.models})
+            for _ in range(settings.parallel)
+        )
+
+    def _load(self, settings: Settings, model: ModelSettings, threads: int, turns: Turns) -> ServedLlama:
+        return ServedLlama(
+            model.path,
+            turns=turns,
+            cache=self._cache,
+            gates=model.gates,
+            reuse=settings.reuse,
+            explain_saves=settings.explain_saves,
+            audit_rate=settings.audit_rate,
+            **{"n_threads": threads, "n_threads_batch": threads, "verbose": False, **model.options},
+        )
+
     def reusable_tokens(self, job: Job) -> tuple[int, int]:
         """Tokens of the prompt, and how many of them the cache has. Raises ValueError for a wrong request."""
-        llama = self._models[job.model]
+        llama = self.seats[0].model(job.model)
         tokens = llama.tokens_of(job)
         return len(tokens), llama.reusable_tokens(job.tenant, tokens)
 
     def decision_fingerprint(self, model: str, tenant: str | None) -> str:
         """What decisions of this model for this tenant depend on."""
-        asked = [DecisionModel(self._models[model]).decision_fingerprint, tenant]
+        asked = [DecisionModel(self.seats[0].model(model)).decision_fingerprint, tenant]
         return hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
 
     def close(self) -> None:
-        """Make the `shutdown` saves and free the models."""
-        for llama in self._models.values():
-            llama.close()
+        """Make the `shutdown` saves and free everything."""
+        for seat in self.seats:
+            seat.close()
         if self._cache is not None:
             self._cache.close()

@@ -26,6 +26,7 @@ from shmcache.errors import ConfigError
 from shmcache.identity import gguf_quant
 
 MAX_WORKERS = 64
+MAX_PARALLEL = 64
 MAX_WAITING = 512  # each one is a descriptor on its way, and a process may have 1,024 of those
 TIERS = ("ram_file", "ram", "disk")
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -56,8 +57,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     models     at least one; the first answers requests that name none.
     namespace  whose cache the workers share.
     tier       where their saves go.
-    workers    processes with a context each; two, because one that computes a long prompt must not make
+    workers    processes with the models each; two, because one that computes a long prompt must not make
                everybody wait, and each gets its share of the cores.
+    parallel   requests that a worker has under way at once, each in a context of its own: computed one after
+               the other, first tokens before further ones. Each context takes n_ctx cells of memory.
     host       127.0.0.1: whoever can reach the port can use the models.
     waiting    requests that may wait for a worker, in the whole server, before others are sent away.
     api_keys   a file of keys, each with its tenant; None: everybody is the same tenant.
@@ -72,6 +75,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str = "default"
     tier: str = "ram_file"
     workers: int = 2
+    parallel: int = 1
     host: str = "127.0.0.1"
     port: int = 8000
     waiting: int = 64
@@ -95,6 +99,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"log_level ({self.log_level}) must be one of {', '.join(LOG_LEVELS)}")
         for name, least, most in (
             ("workers", 1, MAX_WORKERS),
+            ("parallel", 1, MAX_PARALLEL),
             ("port", 0, 65_535),
             ("waiting", 0, MAX_WAITING),
             ("stop_s", 0, 3_600),
