@@ -47,7 +47,10 @@ class WorkerFigures(msgspec.Struct, frozen=True):
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """All figures of a namespace. Without an epoch there is no index: its figures are zero."""
+    """All figures of a namespace. Without an epoch there is no index: its figures are zero.
+
+    decisions: those of the decision table (decisions.table.STAT_NAMES); none without an epoch.
+    """
 
     namespace: str
     coordinator_running: bool
@@ -65,6 +68,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     corrupt_rows: int
     counters: dict[str, int]
     workers: list[WorkerFigures]
+    decisions: dict[str, int]
 
 
 def observe(namespace: str) -> Observation:
@@ -77,6 +81,7 @@ def observe(namespace: str) -> Observation:
     with look(namespace) as view:
         figures = view.reader.stats() if view.reader is not None else {}
         max_rows = view.reader.max_rows if view.reader is not None else 0
+        decisions = view.decisions.stats() if view.decisions is not None else {}
         workers = list(_workers(view))
     counters = {
         name: figures.get(f"gone_{name}", 0) + sum(worker.counters[name] for worker in workers)
@@ -103,6 +108,7 @@ def observe(namespace: str) -> Observation:
         corrupt_rows=figures.get("corrupt_rows", 0),
         counters=counters,
         workers=workers,
+        decisions=decisions,
     )
 
 

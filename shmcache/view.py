@@ -18,6 +18,7 @@ from pathlib import Path
 from shmcache import kvc
 from shmcache.control import ControlPage
 from shmcache.control import Word as ControlWord
+from shmcache.decisions.table import TableReader
 from shmcache.errors import ForeignObject, LayoutMismatch
 from shmcache.index import IndexReader, Row
 from shmcache.page import ClientPage
@@ -30,12 +31,19 @@ from shmcache.tiers.disk import disk_directory, disk_path
 class View:
     """One epoch of one namespace."""
 
-    def __init__(self, names: Names, control: ControlPage, reader: IndexReader | None) -> None:
+    def __init__(
+        self,
+        names: Names,
+        control: ControlPage,
+        reader: IndexReader | None,
+        decisions: TableReader | None = None,
+    ) -> None:
         self.names = names
         self.epoch = control.words[ControlWord.EPOCH]
         self.coordinator_runs = control.coordinator_lives()
         self.coordinator_pid = control.words[ControlWord.PID] if self.coordinator_runs else 0
         self.reader = reader
+        self.decisions = decisions
 
     def slab_path(self, tier: Tier, key: bytes) -> Path:
         """Where the slab of a row lies. Raises OSError, ForeignObject where the disk tier is unknown."""
@@ -104,9 +112,11 @@ def look(namespace: str) -> Iterator[View]:
     names = Names(namespace)
     with contextlib.ExitStack() as stack:
         control = stack.enter_context(contextlib.closing(ControlPage.open(names)))
-        reader = None
+        reader, decisions = None, None
         if epoch := control.words[ControlWord.EPOCH]:
             with contextlib.suppress(FileNotFoundError):
                 mapping = stack.enter_context(Mapping.open(SHM_ROOT / names.index_segment(epoch)))
                 reader = stack.enter_context(IndexReader(mapping.bytes))
-        yield View(names, control, reader)
+                mapping = stack.enter_context(Mapping.open(SHM_ROOT / names.decisions_segment(epoch)))
+                decisions = stack.enter_context(contextlib.closing(TableReader(mapping.bytes)))
+        yield View(names, control, reader, decisions)

@@ -40,7 +40,7 @@ LAYERS: dict[str, str] = {
     "tiers": "shm key kvc protocol slab",
     "decisions.table": "slots",
     "decisions.db": "shm decisions.table",
-    "view": "shm key kvc protocol control page index tiers",
+    "view": "shm key kvc protocol control page index tiers decisions.table",
     "coordinator": "policy reservation eviction admission protocol key kvc index tiers page control",
     "decisions.arbiter": "claims coordinator lru protocol slots decisions.table decisions.db",
     "decisions.service": "control coordinator page protocol decisions.arbiter decisions.table decisions.db",

@@ -37,6 +37,7 @@ def observation(**changes: object) -> Observation:
         "evictions": 5,
         "corrupt_rows": 1,
         "counters": {**NO_COUNTS, "reused_tokens": 900, "prefilled_tokens": 100, "uncached": 2},
+        "decisions": {"rows": 2, "max_rows": 16, "durability": 0, "is_down": 0},
         "workers": [WorkerFigures("a" * 16, 2**31 - 1, 1 << 20, 0, 0, {**NO_COUNTS, "hit_exact": 2})],
     }
     return Observation(**{**values, **changes})  # type: ignore[arg-type]
@@ -51,6 +52,7 @@ def test_the_report_says_what_is_held_and_what_it_saved() -> None:
     assert "900 reused (90% of all), 100 prefilled" in text
     assert "2 cold, 0 continued, 1 finish" in text
     assert "4 queue full" in text
+    assert "decisions    2 of 16; memory: it may decide again after a crash" in text
     assert "1 worker attached" in text
 
 

@@ -4,7 +4,7 @@
     show [KEY…]          decisions as JSON, all or those whose key begins so
     export FILE          all of them, a line of JSON each
     import FILE          add what a file holds; who is there already stays (the first decision wins)
-    warm FILE            compute what a file asks, through a model, unless it is decided already
+    warm FILE            compute what a file asks, through a GGUF model or a function, unless it is decided
     delete KEY…          forget, for everybody
     prune                remove what has expired
 
@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from shmcache.decisions import DecisionCache, SharedStore
 from shmcache.decisions.codec import NotStorable, encode
@@ -32,43 +32,65 @@ from shmcache.decisions.codec import decode as decode_value
 from shmcache.decisions.key import KEY_BYTES
 from shmcache.decisions.stores import Item
 from shmcache.decisions.table import Decision
-from shmcache.errors import ConfigError, CorruptDecision
+from shmcache.errors import ConfigError, CorruptDecision, NoCoordinator
+from shmcache.tools.serve import key_value
 from shmcache.tools.text import bar
+from shmcache.view import look
+
+if TYPE_CHECKING:
+    from shmcache.workers.decide import DecisionModel
 
 HELP = "look at decisions, compute them ahead, hand them over, forget them"
 
-_DURABILITY = (
+DURABILITY = (
     "memory: it may decide again after a crash",
     "commit: survives any kill",
     "full: survives power loss",
 )
+"""In words, by the figure of that name."""
+
 _BATCH = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommands."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("stat", help="figures of the decision table")
-    show = actions.add_parser("show", help="decisions as JSON")
+    # Also behind the action, where a default would overwrite what stands before it.
+    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    common.add_argument("--namespace", help="whose decisions")
+    common.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parsers = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def add(action: str, text: str) -> argparse.ArgumentParser:
+        return parsers.add_parser(action, help=text, description=text, parents=[common])
+
+    add("stat", "figures of the decision table")
+    show = add("show", "decisions as JSON")
     show.add_argument("keys", nargs="*", metavar="KEY", help="beginnings of keys in hex; none: all")
-    export = actions.add_parser("export", help="write all decisions, a line of JSON each")
+    export = add("export", "write all decisions, a line of JSON each")
     export.add_argument("file", metavar="FILE")
-    importing = actions.add_parser("import", help="add what a file holds; the first decision wins")
+    importing = add("import", "add what a file holds; the first decision wins")
     importing.add_argument("file", metavar="FILE")
-    warm = actions.add_parser("warm", help="compute what a file asks, unless it is decided")
+    warm = add("warm", "compute what a file asks, unless it is decided")
     warm.add_argument("file", metavar="FILE", help="lines of {state, questions}")
     warm.add_argument(
         "--with",
         dest="compute",
         required=True,
-        metavar="MODULE:NAME",
-        help="what answers: a function of (state, questions), or an object with `predict`",
+        metavar="GGUF|MODULE:NAME",
+        help="what answers: a model's file, a function of (state, questions), or an object with `predict`",
+    )
+    warm.add_argument(
+        "--llama",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an argument of llama_cpp.Llama for a GGUF, like n_ctx=4096; again for more",
     )
     warm.add_argument("--fingerprint", help="stands for the model in every key; default: the model's own")
     warm.add_argument("--ttl", type=float, metavar="S", help="seconds that they live; default: for ever")
-    delete = actions.add_parser("delete", help="forget decisions, for everybody")
+    delete = add("delete", "forget decisions, for everybody")
     delete.add_argument("keys", nargs="+", metavar="KEY", help="beginnings of keys in hex")
-    actions.add_parser("prune", help="remove what has expired")
+    add("prune", "remove what has expired")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,13 +104,8 @@ def _stat(store: SharedStore, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(figures))
         return 0
-    durability = (
-        "memory: it may decide again after a crash",
-        "commit: survives any kill",
-        "full: survives power loss",
-    )
     for name, value in figures.items():
-        shown = durability[value] if name == "durability" else f"{value:,}"
+        shown = DURABILITY[value] if name == "durability" else f"{value:,}"
         print(f"{name:<18} {shown}")
     return 0
 
@@ -134,7 +151,7 @@ def _export(store: SharedStore, arguments: argparse.Namespace) -> int:
 
 
 def _import(store: SharedStore, arguments: argparse.Namespace) -> int:
-    counts = {"added": 0, "held": 0, "refused": 0}
+    counts = {"added": 0, "known": 0, "held": 0, "refused": 0}
     items: list[Item] = []
     for number, line in _lines(arguments.file):
         item = _item(line)
@@ -145,8 +162,9 @@ def _import(store: SharedStore, arguments: argparse.Namespace) -> int:
             items.append(item)
     for start in range(0, len(items), _BATCH):
         batch = items[start : start + _BATCH]
-        for (_key, value, _expires), first in zip(batch, store.add_many(batch), strict=True):
-            counts["added" if first == value else "held"] += 1
+        before = [store.get(key) for key, _value, _expires in batch]
+        for (_key, value, _expires), held, first in zip(batch, before, store.add_many(batch), strict=True):
+            counts["held" if first != value else "added" if held is None else "known"] += 1
     return _say(arguments, **counts)
 
 
@@ -169,12 +187,17 @@ def _prune(store: SharedStore, arguments: argparse.Namespace) -> int:
     return _say(arguments, pruned=store.prune())
 
 
-def _warm(_store: SharedStore, arguments: argparse.Namespace) -> int:
-    model, compute = _answerer(arguments.compute)
+def _warm(store: SharedStore, arguments: argparse.Namespace) -> int:
+    with look(arguments.namespace) as view:
+        if not view.coordinator_runs:
+            raise NoCoordinator(arguments.namespace)
     requests = [request for _, request in _lines(arguments.file)]
-    cache = DecisionCache(namespace=arguments.namespace, fingerprint=arguments.fingerprint, ttl=arguments.ttl)
     failed = 0
-    with cache, bar(len(requests)) as show:
+    with contextlib.ExitStack() as stack:
+        model, compute = _answerer(arguments, stack)
+        # Over the coordinator's store alone: what is not kept there is not warmed, and counted.
+        cache = DecisionCache(store, fingerprint=arguments.fingerprint, ttl=arguments.ttl)
+        show = stack.enter_context(bar(len(requests)))
         for number, request in enumerate(requests, 1):
             try:
                 cache.get_or_compute(model, request["state"], request["questions"], compute)
@@ -183,11 +206,19 @@ def _warm(_store: SharedStore, arguments: argparse.Namespace) -> int:
                 failed += 1
             show(number)
         info = cache.cache_info()
-    return _say(arguments, computed=info["misses"] - failed, known=info["hits"], failed=failed)
+    not_kept = info["errors"] + sum(info["uncached"].values())
+    computed = info["misses"] - failed
+    return _say(arguments, computed=computed, known=info["hits"], failed=failed, not_kept=not_kept)
 
 
-def _answerer(name: str) -> tuple[Any, Callable[[Any, Any], Any]]:
+def _answerer(
+    arguments: argparse.Namespace, stack: contextlib.ExitStack
+) -> tuple[Any, Callable[[Any, Any], Any]]:
     """What stands for the model in keys, and the function that answers. Raises ConfigError."""
+    name = arguments.compute
+    if name.endswith(".gguf") or Path(name).is_file():
+        model = stack.enter_context(_model(arguments))
+        return model, model.predict
     module, _, attribute = name.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -196,6 +227,18 @@ def _answerer(name: str) -> tuple[Any, Callable[[Any, Any], Any]]:
         raise ConfigError(f"--with {name}: {error}") from error
     predict = getattr(found, "predict", None)
     return (name, found) if predict is None else (found, predict)
+
+
+def _model(arguments: argparse.Namespace) -> DecisionModel:
+    """A model, with its states in the same namespace's cache. llama_cpp is imported only here."""
+    if not Path(arguments.compute).is_file():
+        raise ConfigError(f"there is no file {arguments.compute}")
+    try:
+        from shmcache.workers.decide import DecisionModel  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(f"{error}: pip install 'shmcache[llama]'") from error
+    options = dict(map(key_value, arguments.llama))
+    return DecisionModel(arguments.compute, cache=arguments.namespace, **options)
 
 
 def _lines(file: str) -> Iterator[tuple[int, Any]]:
@@ -229,7 +272,7 @@ def _say(arguments: argparse.Namespace, **counts: int) -> int:
     else:
         text = ", ".join(f"{count:,} {name}" for name, count in counts.items())
         print(text, file=sys.stderr if getattr(arguments, "file", "") == "-" else sys.stdout)
-    return 1 if counts.get("failed") else 0
+    return 1 if counts.get("failed") or counts.get("not_kept") else 0
 
 
 _ACTIONS: dict[str, Callable[[SharedStore, argparse.Namespace], int]] = {

@@ -17,6 +17,7 @@ import psutil
 
 from shmcache.errors import mib
 from shmcache.observe import Observation, WorkerFigures, observe
+from shmcache.tools.decisions import DURABILITY
 from shmcache.tools.text import table
 
 HELP = "what the cache holds and what it saved"
@@ -65,6 +66,7 @@ def report(seen: Observation, now_unix_s: float) -> Iterator[str]:
     yield f"dropped      {_counts(seen.dropped) or 'none'}"
     yield f"evictions    {seen.evictions:,}"
     yield f"corrupt rows {seen.corrupt_rows:,}"
+    yield f"decisions    {_decisions(seen.decisions)}"
     yield ""
     yield f"{len(seen.workers)} workers attached" if len(seen.workers) != 1 else "1 worker attached"
     yield from table(
@@ -94,6 +96,14 @@ def _tokens(counters: Mapping[str, int]) -> str:
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items())
+
+
+def _decisions(figures: Mapping[str, int]) -> str:
+    """How many, and what they survive."""
+    if not figures:
+        return "no table"
+    kept = "memory only: the database is down" if figures["is_down"] else DURABILITY[figures["durability"]]
+    return f"{figures['rows']:,} of {figures['max_rows']:,}; {kept}"
 
 
 def _worker(worker: WorkerFigures) -> tuple[str, ...]:

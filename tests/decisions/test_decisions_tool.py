@@ -58,7 +58,7 @@ def test_an_export_is_imported_where_the_first_decision_wins(
     lines.append(lines[1] | {"key": "short"})
     lines.append(lines[1] | {"key": "11" * 16, "expires": 1.0})
     file.write_text("\n".join(map(json.dumps, lines)))
-    assert said(capsys, running, "import", str(file)) == [{"added": 2, "held": 1, "refused": 2}]
+    assert said(capsys, running, "import", str(file)) == [{"added": 1, "known": 1, "held": 1, "refused": 2}]
     assert said(capsys, running, "show", "00") == [
         lines[1] | {"key": "00" * 16, "written": said(capsys, running, "show", "00")[0]["written"]}
     ]
@@ -75,11 +75,47 @@ def test_requests_are_computed_ahead_once(
     requests = tmp_path / "requests.jsonl"
     requests.write_text("".join(json.dumps({"state": n, "questions": QUESTIONS}) + "\n" for n in (1, 2, 1)))
     warm = ["warm", str(requests), "--with", "answering:answer"]
-    assert said(capsys, running, *warm) == [{"computed": 2, "known": 1, "failed": 0}]
-    assert said(capsys, running, *warm) == [{"computed": 0, "known": 3, "failed": 0}]
+    assert said(capsys, running, *warm) == [{"computed": 2, "known": 1, "failed": 0, "not_kept": 0}]
+    assert said(capsys, running, *warm) == [{"computed": 0, "known": 3, "failed": 0, "not_kept": 0}]
     requests.write_text(json.dumps({"state": 0, "questions": QUESTIONS}))
     assert main(["decisions", "--namespace", running.name, *warm]) == 1
     assert main(["decisions", "--namespace", running.name, *warm[:-1], "answering:nothing"]) == 2
+
+
+def test_what_is_not_kept_is_no_success(
+    running: Namespace, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that its question does not allow; and a coordinator that does not run at all."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "unkept.py").write_text("def answer(state, questions):\n    return {'q': 'perhaps'}\n")
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text(json.dumps({"state": 1, "questions": QUESTIONS}))
+    warm = ["decisions", "warm", str(requests), "--with", "unkept:answer", "--namespace", running.name]
+    assert main([*warm, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"computed": 1, "known": 0, "failed": 0, "not_kept": 1}
+    running.stop()
+    assert main(warm) == 1
+    assert "start shmcache-coordinator" in capsys.readouterr().err
+
+
+def test_a_namespace_may_stand_behind_the_action(
+    running: Namespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decide(running, "a")
+    assert main(["decisions", "stat", "--namespace", running.name, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 1
+    assert main(["decisions", "--namespace", running.name, "--json", "stat"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 1
+
+
+def test_a_model_that_is_not_there_is_named(
+    running: Namespace, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text(json.dumps({"state": 1, "questions": QUESTIONS}))
+    warm = ["decisions", "warm", str(requests), "--namespace", running.name, "--with"]
+    assert main([*warm, str(tmp_path / "none.gguf")]) == 2
+    assert "none.gguf" in capsys.readouterr().err
 
 
 def test_deleting_and_pruning(running: Namespace, capsys: pytest.CaptureFixture[str]) -> None:
