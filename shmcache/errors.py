@@ -76,13 +76,16 @@ class QueueLimit(ShmcacheError):
 
 
 class ForeignObject(ShmcacheError):
-    """An object at one of our names has another owner, more permissions, or is of another kind."""
+    """An object at one of our names has another owner, more permissions, or is of another kind.
+
+    owner is -1 where the system does not say whose it is.
+    """
 
     def __init__(self, name: str, owner: int, mode: int) -> None:
         self.name, self.owner, self.mode = name, owner, mode
+        whose = f"uid {owner} with mode {mode:o}" if owner >= 0 else "another user"
         super().__init__(
-            f"{name} belongs to uid {owner} with mode {mode:o} and is not used: "
-            f"remove it, or start with another --namespace"
+            f"{name} belongs to {whose} and is not used: remove it, or start with another --namespace"
         )
 
 

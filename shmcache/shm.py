@@ -193,7 +193,8 @@ def make_complete_file(path: Path, content: bytes, *, size_bytes: int) -> None:
     try:
         fd = make_unnamed(directory_fd)
         try:
-            allocate(fd, size_bytes)
+            if size_bytes:
+                allocate(fd, size_bytes)
             write_all(fd, content, 0)
             with contextlib.suppress(FileExistsError):
                 give_name(fd, directory_fd, path.name)

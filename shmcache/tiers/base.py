@@ -42,6 +42,7 @@ PROGRESS_S = 1.0  # between two lines of a scan
 ASIDE_SUFFIX = ".aside"
 _HANDOVER = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})\.([0-9a-f]{1,16})")
 _ROW = re.compile(r"([0-9a-f]{64})\.kvc")
+_KINDS = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK)
 _ASIDE = re.compile(r"([0-9a-f]{64})\.aside")
 
 
@@ -151,7 +152,7 @@ class Tier(ABC):
         return _is_ours(self.directory_fd(key), file_name(key))
 
     def handed_over(self) -> Iterator[HandOver]:
-        """Every slab that waits in `in/`. What is no file there was not handed over (I3).
+        """Every slab that waits in `in/`. What is no file of ours there was not handed over (I3).
 
         None as long as the directory cannot be read: the coordinator looks again.
         """
@@ -162,14 +163,8 @@ class Tier(ABC):
             return
         for name in names:
             handover = HandOver.from_name(name)
-            if handover is not None and stat.S_ISREG(self._mode(name)):
+            if handover is not None and _is_own(self.in_fd, name, stat.S_IFREG):
                 yield handover
-
-    def _mode(self, name: str) -> int:
-        try:
-            return os.stat(name, dir_fd=self.in_fd, follow_symlinks=False).st_mode
-        except OSError:
-            return 0
 
     def check(self, handover: HandOver) -> Slab:
         """Metadata and size of a slab in `in/`. Raises CorruptSlab, ForeignObject, FileNotFoundError."""
@@ -183,11 +178,9 @@ class Tier(ABC):
             log.warning("%s stays for now: %s", handover.name, error)
 
     def remove(self, key: bytes) -> bool:
-        """Unlink a row's slab; False if it was gone. Whoever maps it keeps its bytes."""
-        try:
-            return shm.unlink_quietly(file_name(key), dir_fd=self.directory_fd(key))
-        except IsADirectoryError:
-            return False  # A stranger's (I3).
+        """Unlink a row's slab; False if it was gone, or not ours (I3). Whoever maps it keeps its bytes."""
+        fd = self.directory_fd(key)
+        return is_ours_to_remove(fd, file_name(key)) and shm.unlink_quietly(file_name(key), dir_fd=fd)
 
     def set_aside(self, key: bytes) -> None:
         """Take a row's name from its slab and keep it under another. Raises OSError."""
@@ -292,11 +285,24 @@ def _is_ours(directory_fd: int, name: str) -> bool:
         os.close(fd)
 
 
+def is_ours_to_remove(directory_fd: int, name: str) -> bool:
+    """Whether it is neither a directory nor another user's: a link of ours is, whatever it points to."""
+    return _is_own(directory_fd, name, *(kind for kind in _KINDS if kind != stat.S_IFDIR))
+
+
+def _is_own(directory_fd: int, name: str, *kinds: int) -> bool:
+    try:
+        found = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and stat.S_IFMT(found.st_mode) in kinds
+
+
 def set_aside(directory_fd: int, name: str) -> None:
-    """Rename a directory at a row's name: it is not ours to remove (I3), and the row needs the name."""
+    """Rename what lies at a row's name: it is not ours to remove (I3), and the row needs the name."""
     aside = f"{name}.aside-{time.time_ns()}"
     os.rename(name, aside, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
-    log.warning("a directory lay at the name of a row, and is %s now", aside)
+    log.warning("what is not ours lay at the name of a row, and is %s now", aside)
 
 
 def _readable_keys(directory_fd: int) -> Iterator[bytes]:

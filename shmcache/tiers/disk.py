@@ -21,6 +21,7 @@ Leaves out: budgets, and what deserves a place on the disk (coordinator).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -33,7 +34,7 @@ from shmcache import shm
 from shmcache.errors import ConfigError, CorruptSlab, ForeignObject
 from shmcache.protocol import Tier as TierNumber
 from shmcache.shm import Names
-from shmcache.tiers.base import HandOver, Slab, Tier, file_name
+from shmcache.tiers.base import HandOver, Slab, Tier, file_name, is_ours_to_remove, set_aside
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +56,14 @@ class DiskTier(Tier):
         super().__init__(names.tier("disk", 0) / "in")
         self._write_bytes_per_s = write_bytes_per_s
         self.path = directory / names.namespace
-        shm.make_directory(self.path)
-        self._root_fd = shm.open_directory(self.path)
+        try:
+            shm.make_directory(self.path)
+            self._root_fd = shm.open_directory(self.path)
+        except BaseException:
+            os.close(self.in_fd)
+            raise
         self._fan_out: dict[int, int] = {}
+        self._unusable: set[int] = set()
 
     def directory_fd(self, key: bytes) -> int:
         """The directory of the key's first byte, made at first use."""
@@ -65,20 +71,29 @@ class DiskTier(Tier):
         if first not in self._fan_out:
             path = disk_path(self.path, key).parent
             shm.make_directory(path)
-            self._fan_out[first] = shm.open_directory(path)
             os.fsync(self._root_fd)
+            self._fan_out[first] = shm.open_directory(path)
         return self._fan_out[first]
 
     def directory_fds(self) -> Iterator[int]:
-        """Those that exist."""
+        """Those that exist and can be opened; a log line names each that cannot, once."""
         for first in range(256):
-            if (self.path / f"{first:02x}").is_dir():
-                yield self.directory_fd(bytes([first]))
+            path = self.path / f"{first:02x}"
+            try:
+                fd = self.directory_fd(bytes([first])) if path.is_dir() else -1
+            except (OSError, ForeignObject) as error:
+                if first not in self._unusable:
+                    log.warning("%s is left alone: %s", path, error)
+                    self._unusable.add(first)
+                continue
+            if fd >= 0:
+                yield fd
 
     def link(self, handover: HandOver) -> Slab:
         """Copy, synchronise, name (the numbered steps above)."""
         directory_fd = self.directory_fd(handover.key)
         name = file_name(handover.key)
+        slab = self.check(handover)
         source = shm.open_owned(handover.name, os.O_RDONLY, dir_fd=self.in_fd)
         try:
             target = shm.make_unnamed(directory_fd)  # 1
@@ -87,7 +102,7 @@ class DiskTier(Tier):
                 shm.allocate(target, size_bytes)  # 2
                 self._copy(source, target, size_bytes)  # 3
                 os.fdatasync(target)  # 4
-                is_new = self._name(target, directory_fd, name, handover.key)  # 5
+                there = self._name(target, directory_fd, handover, slab)  # 5
             finally:
                 os.close(target)
         finally:
@@ -95,11 +110,11 @@ class DiskTier(Tier):
         try:
             os.fsync(directory_fd)  # 6
         except OSError:
-            if is_new:
+            if there is None:
                 shm.unlink_quietly(name, dir_fd=directory_fd)
             raise
         self.refuse(handover)  # 7
-        return self.read(handover.key)
+        return there or slab
 
     def remove(self, key: bytes) -> bool:
         """Unlink, and synchronise the directory: what was forgotten stays forgotten."""
@@ -151,20 +166,20 @@ class DiskTier(Tier):
                 due_s = began_s + done_bytes / self._write_bytes_per_s
                 time.sleep(max(0.0, due_s - time.monotonic()))
 
-    def _name(self, target: int, directory_fd: int, name: str, key: bytes) -> bool:
-        """Give the name, unless the same slab has it already; whether it was given."""
+    def _name(self, target: int, directory_fd: int, handover: HandOver, slab: Slab) -> Slab | None:
+        """Give the name, unless the same slab has it already: that one then."""
+        name = file_name(handover.key)
         try:
             shm.give_name(target, directory_fd, name)
         except FileExistsError:
-            try:
-                is_same = self.read(key).slab_bytes == os.fstat(target).st_size
-            except (CorruptSlab, ForeignObject):
-                is_same = False
-            if is_same:
-                return False
-            os.unlink(name, dir_fd=directory_fd)
+            if (there := self._adopted(handover, slab)) is not None:
+                return there
+            if is_ours_to_remove(directory_fd, name):
+                os.unlink(name, dir_fd=directory_fd)
+            else:
+                set_aside(directory_fd, name)
             shm.give_name(target, directory_fd, name)
-        return True
+        return None
 
 
 def disk_path(directory: Path, key: bytes) -> Path:
@@ -182,8 +197,13 @@ def disk_directory(names: Names) -> Path:
 
 
 def announce_directory(names: Names, directory: Path) -> None:
-    """Tell workers where the disk tier is; a new file each time, so that no reader sees half a path."""
-    shm.unlink_quietly(names.disk_link)
+    """Tell workers where the disk tier is; a new file each time, so that no reader sees half a path.
+
+    Raises ForeignObject, OSError.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.close(shm.open_owned(names.disk_link, os.O_RDONLY))
+        names.disk_link.unlink()
     content = os.fsencode(directory.resolve() / names.namespace)
     shm.make_complete_file(names.disk_link, content, size_bytes=len(content))
 
@@ -209,7 +229,8 @@ def lock_directory(names: Names, directory: Path) -> int:
     """
     path = directory / names.namespace
     shm.make_directory(path)
-    fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    shm.make_complete_file(path / _LOCK, b"", size_bytes=0)
+    fd = shm.open_owned(path / _LOCK, os.O_RDWR)
     if shm.try_lock(fd):
         return fd
     os.close(fd)

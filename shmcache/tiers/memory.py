@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shmcache import shm
-from shmcache.errors import CorruptSlab, ForeignObject
 from shmcache.protocol import Tier as TierNumber
-from shmcache.tiers.base import HandOver, Slab, Tier, file_name
+from shmcache.tiers.base import HandOver, Slab, Tier, file_name, is_ours_to_remove, set_aside
 
 
 class MemoryTier(Tier):
@@ -25,7 +24,11 @@ class MemoryTier(Tier):
     def __init__(self, number: TierNumber, path: Path) -> None:
         self.number = number
         super().__init__(path / "in")
-        self._directory_fd = shm.open_directory(path)
+        try:
+            self._directory_fd = shm.open_directory(path)
+        except BaseException:
+            os.close(self.in_fd)
+            raise
 
     def directory_fd(self, key: bytes) -> int:
         """One directory holds all."""
@@ -38,12 +41,16 @@ class MemoryTier(Tier):
     def link(self, handover: HandOver) -> Slab:
         """A second name, then the first one goes."""
         name = file_name(handover.key)
+        slab = self.check(handover)  # read before it has the name: what fails leaves none
         try:
             os.link(handover.name, name, src_dir_fd=self.in_fd, dst_dir_fd=self._directory_fd)
         except FileExistsError:
-            self._adopt_or_replace(handover, name)
+            if (there := self._adopted(handover, slab)) is not None:
+                slab = there
+            else:
+                self._replace(handover, name)
         self.refuse(handover)
-        return self.read(handover.key)
+        return slab
 
     def store_forget(self, number: int) -> None:
         """The control page lives as long as the slabs here, and has it."""
@@ -53,11 +60,7 @@ class MemoryTier(Tier):
         os.close(self._directory_fd)
         super().close()
 
-    def _adopt_or_replace(self, handover: HandOver, name: str) -> None:
-        slab_bytes = self.check(handover).slab_bytes
-        try:
-            is_same = self.read(handover.key).slab_bytes == slab_bytes
-        except (CorruptSlab, ForeignObject):
-            is_same = False
-        if not is_same:
-            os.rename(handover.name, name, src_dir_fd=self.in_fd, dst_dir_fd=self._directory_fd)
+    def _replace(self, handover: HandOver, name: str) -> None:
+        if not is_ours_to_remove(self._directory_fd, name):
+            set_aside(self._directory_fd, name)
+        os.rename(handover.name, name, src_dir_fd=self.in_fd, dst_dir_fd=self._directory_fd)

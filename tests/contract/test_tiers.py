@@ -162,15 +162,30 @@ def test_anything_else_that_is_there_is_replaced(place: Place, there: str) -> No
     assert place.waiting() == []
 
 
-def test_a_strangers_directory_is_neither_replaced_nor_removed(place: Place) -> None:
+@pytest.mark.parametrize("what", ["directory", pytest.param("another user's file", marks=needs_root)])
+def test_what_is_not_ours_at_a_rows_name_is_set_aside_and_never_removed(place: Place, what: str) -> None:
     path = place.row(key_of(A))
-    path.mkdir()
+    if what == "directory":
+        path.mkdir()
+    else:
+        path.write_bytes(CONTENT)
+        os.chown(path, 64_001, 64_001)
+    before = path.stat().st_ino
+    assert not place.tier.remove(key_of(A))
+    assert path.stat().st_ino == before
+    assert place.tier.link(place.put()).slab_bytes == len(CONTENT)
+    assert path.read_bytes() == CONTENT
+    assert place.waiting() == []
+    (aside,) = path.parent.glob(f"{path.name}.aside-*")
+    assert aside.stat().st_ino == before
+    assert list(place.tier.keys()) == [key_of(A)]
+
+
+@needs_root
+def test_another_users_file_is_not_handed_over(place: Place) -> None:
     handover = place.put()
-    with pytest.raises(OSError, match="directory"):
-        place.tier.link(handover)
-    assert place.waiting() == [handover]
-    assert not place.tier.remove(handover.key)
-    assert path.is_dir()
+    os.chown(place.hand_overs / handover.name, 64_001, 64_001)
+    assert place.waiting() == []
 
 
 @pytest.mark.parametrize("wrong", ["other key", "garbage", "cut", "mode", "missing"])
