@@ -37,7 +37,7 @@ from msgspec.structs import replace
 from shmcache import client, kvc, mq, server
 from shmcache.client import Cache, SavePlan, attach
 from shmcache.decisions import db
-from shmcache.identity import Identity
+from shmcache.identity import ContextParams, Identity
 from shmcache.key import PrefixWalk, row_address
 from shmcache.shm import SHM_ROOT, Names
 
@@ -52,6 +52,27 @@ WAIT_S = 20.0
 # A busy machine is no reason to skip a save that a test is about.
 client.RESERVE_TIMEOUT_MS = int(WAIT_S * 1000)
 client._ANSWER_NS = int(WAIT_S * 1e9)
+
+PLAIN_CONTEXT = ContextParams(
+    n_ctx=2048,
+    type_k=1,
+    type_v=1,
+    flash_attn=0,
+    swa_full=True,
+    n_seq_max=1,
+    kv_unified=False,
+    attention_type=-1,
+    rope_scaling_type=-1,
+    rope_freq_base=0.0,
+    rope_freq_scale=0.0,
+    yarn_ext_factor=-1.0,
+    yarn_attn_factor=1.0,
+    yarn_beta_fast=32.0,
+    yarn_beta_slow=1.0,
+    yarn_orig_ctx=0,
+    build=b"\x66" * 32,
+)
+"""A context without adapters, overrides or a tenant."""
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a second uid or a mount of its own")
 
@@ -323,6 +344,21 @@ def _with_small_shm(_pipe: Pipe, size_bytes: int, function: Callable[[], None]) 
 
 
 # ---- a namespace
+
+
+def run_python(code: str, *arguments: str) -> str:
+    """Run a program of its own, which may import this module and says nothing on stderr; its stdout."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    return done.stdout
 
 
 class Namespace:

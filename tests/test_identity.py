@@ -16,6 +16,7 @@ from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from support import PLAIN_CONTEXT
 
 from shmcache import identity
 from shmcache.errors import ConfigError
@@ -24,26 +25,11 @@ from shmcache.key import SEED_BYTES
 
 # ---- the context
 
-WORKED = ContextParams(
-    n_ctx=2048,
-    type_k=1,
-    type_v=1,
+WORKED = replace(
+    PLAIN_CONTEXT,
     flash_attn=1,
-    swa_full=True,
-    n_seq_max=1,
-    kv_unified=False,
-    attention_type=-1,
-    rope_scaling_type=-1,
-    rope_freq_base=0.0,
-    rope_freq_scale=0.0,
-    yarn_ext_factor=-1.0,
-    yarn_attn_factor=1.0,
-    yarn_beta_fast=32.0,
-    yarn_beta_slow=1.0,
-    yarn_orig_ctx=0,
     kv_overrides=(("tokenizer.ggml.add_bos_token", False),),
     loras=(Lora(b"\x55" * 32, 0.5),),
-    build=b"\x66" * 32,
     tenant="acme",
 )
 

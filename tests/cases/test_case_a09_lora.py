@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from support import PLAIN_CONTEXT
 
 from shmcache import identity
 from shmcache.identity import ContextParams, Identity, Lora
@@ -26,13 +27,13 @@ def key_under(params: ContextParams) -> bytes:
 
 
 def test_case_a09_another_adapter_scale_order_or_content_is_another_key(
-    plain_context: ContextParams, adapters: dict[str, Path], tmp_path: Path
+    adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     memo = tmp_path / "cache" / "hashes.json"
 
     def key(*loras: tuple[str, float]) -> bytes:
         applied = tuple(Lora(identity.content_hash(adapters[name], memo), scale) for name, scale in loras)
-        return key_under(replace(plain_context, loras=applied))
+        return key_under(replace(PLAIN_CONTEXT, loras=applied))
 
     put = key(("a", 1.0))
     others = [

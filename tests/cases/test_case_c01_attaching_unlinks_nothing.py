@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-from support import ROOT, Namespace, identity, longest, prompt, save
+from support import Namespace, identity, longest, prompt, run_python, save
 
 WHO = identity()
 TEXT = prompt(2500)
@@ -25,17 +22,7 @@ def test_case_c01_a_process_that_looks_once_leaves_everything_in_place(space: Na
     assert save(cache, WHO, TEXT, b"state")
     segments = space.names.epoch_segments()
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", LOOK_ONCE, space.name],
-            cwd=ROOT,
-            env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-        assert done.stdout == "2500\n"
-        assert done.stderr == ""
+        assert run_python(LOOK_ONCE, space.name) == "2500\n"
     assert space.names.epoch_segments() == segments
     assert longest(cache, WHO, TEXT) == (2500, b"state")
 

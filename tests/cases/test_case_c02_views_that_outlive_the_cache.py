@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
-from support import ROOT, Namespace, identity, prompt, save
+from support import Namespace, identity, prompt, run_python, save
 
 from shmcache.key import row_address
 
@@ -51,14 +48,4 @@ def test_case_c02_the_first_error_is_the_one_that_is_seen(space: Namespace) -> N
 def test_case_c02_the_interpreter_exits_in_silence(space: Namespace) -> None:
     space.start()
     assert save(space.cache(), WHO, TEXT, PAYLOAD)
-    done = subprocess.run(
-        [sys.executable, "-c", KEEP_A_VIEW, space.name],
-        cwd=ROOT,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert done.stdout == "b'state'\n"
-    assert done.stderr == ""
+    assert run_python(KEEP_A_VIEW, space.name) == "b'state'\n"
