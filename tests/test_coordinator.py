@@ -457,14 +457,14 @@ def test_any_other_file_in_the_way_is_replaced(desk: Desk, content: str) -> None
     assert desk.waiting() == []
 
 
-def test_a_stranger_s_directory_in_the_way_is_left_alone_and_the_save_refused(desk: Desk) -> None:
+def test_a_stranger_s_directory_in_the_way_is_set_aside_and_the_save_published(desk: Desk) -> None:
     token = desk.grant(A)
     there = desk.names.tier("ram_file", EPOCH) / file_name(key_of(A))
     there.mkdir()
     desk.put(A, token)
-    assert not desk.written(A, token).published
-    assert there.is_dir()
-    there.rmdir()
+    assert desk.written(A, token).published
+    (aside,) = there.parent.glob(f"{there.name}.aside-*")
+    assert aside.is_dir()
 
 
 def test_a_row_that_the_index_cannot_take_is_refused_and_its_file_goes(
