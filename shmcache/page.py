@@ -74,7 +74,9 @@ _DECISION_RING_WORD = DECISION_RING_OFFSET // 8
 _RING_READABLE = RING_WORDS - 1  # the oldest one may be in the middle of being overwritten
 _REPLY_HEAD = struct.Struct("<II")
 
-# Appended to, never reordered. `save_dropped_*` is a save that did not happen, and why.
+# Appended to, never reordered. `save_dropped_*` is a save that did not happen, and why. `passed_over_*` is a
+# row that would not have been exact: the vocabulary cannot spell what follows it, it is the whole prompt and
+# its last token cannot be decoded again, or its ids are more than the request can do with.
 COUNTERS = (
     "hit_exact",
     "hit_partial",
@@ -110,6 +112,9 @@ COUNTERS = (
     "save_dropped_slower_than_prefill",
     "audits",
     "audits_differed",
+    "passed_over_seam",
+    "passed_over_whole",
+    "passed_over_longer",
 )
 
 

@@ -496,6 +496,9 @@ class SharedLlama(llama_cpp.Llama):
             )
             if joined is not None and self._serves(request, prompt, joined):
                 return hit, joined
+            is_whole = image.meta.text_bytes == len(prompt.text.text)
+            why = "longer" if joined is not None else "whole" if is_whole else "seam"
+            self._edge.count(f"passed_over_{why}")
             hit.close()
         return None
 

@@ -12,6 +12,7 @@ from model.cold import ask, largest_difference
 from model.conftest import MakeLlama
 from model.test_exactness import CASES
 from model.test_shared_llama import LONG
+from support import Namespace
 
 import shmcache
 from shmcache import client
@@ -57,6 +58,24 @@ def test_a_row_of_any_tier_restores_to_the_same_bits(
         assert largest_difference(warm.logits, cold.logits) == 0
         for llama in (saving, restoring):
             llama.close()
+
+
+@pytest.mark.parametrize("tier", ["ram_file", "disk"])
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_row_restores_to_the_same_bits_after_a_restart(  # noqa: PLR0917  fixtures
+    kind: str, tier: str, space: Namespace, tiny_models: dict[str, Path], worker: MakeLlama, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    space.start(f"--disk-dir={tmp_path}")
+    cache = space.cache(tier=tier)
+    cold = ask(worker(tiny_models[kind], cache, **TIER_OPTIONS), LONG)
+    assert cache.flush(30_000)
+    space.kill()
+    space.start(f"--disk-dir={tmp_path}")
+    other = space.cache(tier=tier)
+    warm = ask(worker(tiny_models[kind], other, **TIER_OPTIONS), LONG)
+    assert (warm.report.cache_hit_kind, warm.report.source) == ("exact", "shared")
+    assert largest_difference(warm.logits, cold.logits) == 0
 
 
 def table() -> str:

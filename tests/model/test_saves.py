@@ -234,6 +234,23 @@ def test_the_system_parts_anchor_is_marked_and_no_other(
     assert found[-1].image.meta.token_count % 64 == 0
 
 
+def test_a_changed_head_gets_its_own_anchor_although_something_shorter_hit(
+    tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama
+) -> None:
+    llama, other, third = (worker(tiny_models["llama"], cache) for _ in range(3))
+    question = {"role": "user", "content": OTHER}
+    ask(llama, [{"role": "system", "content": LONG}, question])
+    changed = [{"role": "system", "content": LONG + "And it is short with those who ask of the tide. " * 3}]
+    assert cache.flush(30_000)
+    hit = ask(other, [*changed, question])
+    assert (hit.report.cache_hit_kind, hit.report.source) == ("partial", "shared")
+    heads = [row for row in rows_of(cache, other, hit.tokens) if row.image.meta.reason_detail == HEAD_DETAIL]
+    [longer, shorter] = [row.image.meta.token_count for row in heads]
+    assert shorter == hit.report.reused_tokens < longer
+    following = ask(third, [*changed, {"role": "user", "content": "Something else."}])
+    assert following.report.reused_tokens == longer
+
+
 def test_a_reply_that_is_there_already_is_not_copied_again(
     tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import pytest
+from model import tiny
 from model.cold import Answer, ask, cold_logits, largest_difference
-from model.conftest import OPTIONS, MakeLlama
+from model.conftest import OPTIONS, SMALL, MakeLlama
+from msgspec.structs import replace
 
 import shmcache
 from shmcache import Cache, client
@@ -166,7 +168,9 @@ def test_a_fixed_seed_draws_the_same_samples_warm_and_cold(
         {"temperature": 0.9, "top_k": 40},
         {"temperature": 0.9, "mirostat_mode": 1},
         {"temperature": 0.9, "mirostat_mode": 2},
-        {"temperature": 0.7, "repeat_penalty": 1.3, "presence_penalty": 0.5},
+        {"temperature": 0.7, "repeat_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+        {"temperature": 1.2, "top_k": 0, "top_p": 0.8, "min_p": 0.02, "typical_p": 0.9},
+        {"temperature": 1.0, "logit_bias": {"97": 2.0, "98": -100.0}},
         {"temperature": 0.9, "grammar": llama_cpp.LlamaGrammar.from_string("root ::= [a-z]+", verbose=False)},
     ]
     for number, sampler in enumerate(samplers):
@@ -181,6 +185,96 @@ def test_a_fixed_seed_draws_the_same_samples_warm_and_cold(
 
 
 # ---- what is restored, and from where
+
+
+BYTES = [
+    pytest.param("bpe", list(b"NUL \x00 and \x00\x00 here. " * 12), id="NUL"),
+    pytest.param("bpe", list(b"\xff\xfe is no UTF-8, and \xc3( neither. " * 8), id="invalid UTF-8"),
+    pytest.param(
+        "bpe", list("日本の首都はどこですか。€uro ".encode() * 8), id="characters in several tokens"
+    ),
+    pytest.param(
+        "spm", [4 + byte for byte in "日本 €\x00\xff ".encode("latin-1", "replace") * 30], id="bytes of spm"
+    ),
+]
+
+
+@pytest.mark.parametrize(("vocabulary", "tokens"), BYTES)
+def test_prompts_of_any_bytes_are_rows_like_others(
+    vocabulary: str, tokens: list[int], tmp_path: Path, cache: Cache, worker: MakeLlama
+) -> None:
+    path = tiny.build("llama", tmp_path, vocabulary=vocabulary)
+    saving, restoring = worker(path, cache), worker(path, cache)
+    first = ask(saving, tokens)
+    assert cache.flush(30_000)
+    again = ask(restoring, tokens)
+    assert (again.report.cache_hit_kind, again.report.source) == ("exact", "shared")
+    assert largest_difference(again.logits, first.logits) == 0
+    for cut in (1, 2, 3):  # inside a character, where there are some
+        shorter = ask(restoring, [*tokens[:-cut], 65])
+        assert_equals_cold(shorter, llama_cpp.Llama(str(path), **OPTIONS))
+        assert shorter.tokens[: len(tokens) - cut] == tokens[:-cut]
+
+
+def test_a_prompt_is_tokenised_once_and_what_is_decoded_spells_it(
+    smollm2: Path, cache: Cache, worker: MakeLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = worker(smollm2, cache), worker(smollm2, cache)
+    tokenise, tokenised = llama_cpp.llama_tokenize, [0]
+
+    def count(vocabulary: Any, text: bytes, size_bytes: int, *rest: Any) -> int:
+        tokenised[0] += size_bytes
+        return tokenise(vocabulary, text, size_bytes, *rest)
+
+    chat = [{"role": "system", "content": LONG}, {"role": "user", "content": "Which sea is it?"}]
+    monkeypatch.setattr(llama_cpp, "llama_tokenize", count)
+    monkeypatch.setattr(llama_cpp.llama_cpp, "llama_tokenize", count)
+    said = ""
+    for llama, more in ((one, ""), (other, ""), (other, "And which"), (one, "And whichever of them?")):
+        if more:
+            chat = [*chat, {"role": "assistant", "content": said}, {"role": "user", "content": more}]
+        tokenised[0] = 0
+        answer = ask(llama, chat)
+        assert cache.flush(30_000)
+        said = answer.text
+        prompt = b"".join(
+            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n".encode() for message in chat
+        )
+        prompt += b"<|im_start|>assistant\n"
+        behind_seam = answer.tokens[: answer.report.prompt_tokens] != llama.tokenize(prompt, special=True)
+        assert tokenised[0] - len(prompt) <= len(prompt) + 20 + (len(more) + 100 if behind_seam else 0)
+        spelled = llama._renderer.render(llama.tokenize(prompt, add_bos=False, special=True)).text
+        assert llama._cells.trail is not None
+        assert bytes(llama._cells.trail.text).startswith(spelled)
+
+
+def test_a_model_that_is_loaded_again_is_known_by_its_content(
+    tiny_models: dict[str, Path], tmp_path: Path, cache: Cache, worker: MakeLlama
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(tiny_models["llama"].read_bytes())
+    first = worker(path, cache)
+    ask(first, LONG)
+    assert cache.flush(30_000)
+    first.close()
+    again = worker(path, cache)
+    assert ask(again, LONG).report.cache_hit_kind == "exact"
+    again.close()
+    path.unlink()
+    path.write_bytes(tiny.build("llama", tmp_path, seed=3).read_bytes())
+    assert ask(worker(path, cache), LONG).report.cache_hit_kind == "cold"
+
+
+def test_a_row_that_would_not_be_exact_is_passed_over_and_counted(
+    tiny_models: dict[str, Path], cache: Cache, worker: MakeLlama
+) -> None:
+    saving, restoring = (worker(tiny_models["mamba"], cache) for _ in range(2))
+    said = ask(saving, LONG)
+    assert cache.flush(30_000)
+    whole = ask(restoring, saving.detokenize(said.tokens[1:]).decode())  # its finish row, to the last token
+    assert whole.report.cache_hit_kind == "partial"
+    assert counters(cache)["passed_over_whole"] == 1
+    assert "passed_over_seam" not in counters(cache)
 
 
 def test_the_longest_of_live_and_shared_rows_is_used(
@@ -529,6 +623,35 @@ def test_a_stream_may_be_closed_by_another_thread(tiny_llama: Path, cache: Cache
     closer.start()
     closer.join()
     assert ask(llama, LONG).report.cache_hit_kind == "exact"
+
+
+def test_a_stream_that_is_closed_in_the_middle_of_a_save_leaves_it_whole(
+    tiny_llama: Path, stock: llama_cpp.Llama, cache: Cache, worker: MakeLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = replace(SMALL, continued_interval=8)
+    llama = worker(tiny_llama, cache, gates=gates)
+    copying, may_go_on = threading.Event(), threading.Event()
+    copy_out = llama._state.copy_out
+
+    def wait_in_the_middle(target: memoryview) -> None:
+        copying.set()
+        assert may_go_on.wait(30)
+        copy_out(target)
+
+    stream = llama.create_completion(LONG, stream=True, **saying(llama, *letters("One, two, three, four.")))
+    next(stream)
+    monkeypatch.setattr(llama._state, "copy_out", wait_in_the_middle)
+    reading = threading.Thread(target=lambda: list(stream))
+    reading.start()
+    assert copying.wait(30)
+    with pytest.raises(ValueError, match="already executing"):
+        stream.close()  # Python itself keeps it out
+    may_go_on.set()
+    reading.join()
+    assert cache.flush(30_000)
+    answer = ask(worker(tiny_llama, cache, gates=gates), LONG + "One, two, three, f" + OTHER)
+    assert answer.report.source == "shared"
+    assert_equals_cold(answer, stock)
 
 
 def test_a_prefill_that_fails_gives_its_reservations_back_and_leaves_no_cells(

@@ -60,6 +60,23 @@ def build(kind: str, folder: Path, seed: int = 1, vocabulary: str = "bpe") -> Pa
     return path
 
 
+def build_lora(path: Path, seed: int) -> Path:
+    """Write an adapter of the llama model: rank 2, on the queries and values of both blocks."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 2.0)
+    random = np.random.default_rng(seed)
+    for name in (f"blk.{block}.attn_{part}.weight" for block in (0, 1) for part in ("q", "v")):
+        for side, shape in (("a", (2, _EMBD)), ("b", (_EMBD, 2))):
+            writer.add_tensor(f"{name}.lora_{side}", random.normal(0, 0.3, shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
     if "norm" in name:
         return np.ones(shape, dtype=np.float32)
