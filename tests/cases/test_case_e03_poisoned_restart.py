@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support import PAYLOAD_OFFSET, Namespace, eventually, identity, longest, prompt, save
+from support import PAYLOAD_OFFSET, Namespace, eventually, identity, longest, needs_root, prompt, save
 
 from shmcache.check import check
 from shmcache.key import row_address
@@ -23,11 +23,18 @@ BAD = [
     "all random",
     "empty",
     "one byte",
+    "a bit of the head flipped",
+    "a bit of the payload flipped",
     "future version",
     "version 1",
     "directory",
+    "symlink",
+    "fifo",
+    "mode",
+    "another user",
     "gone",
 ]
+THEIRS = {"future version", "version 1", "directory", "symlink", "fifo", "mode", "another user"}
 
 
 def path_of(space: Namespace, tier: str, root: Path) -> Path:
@@ -49,17 +56,27 @@ def spoil(path: Path, how: str) -> None:
         content = bytearray(os.urandom(len(content)) if how == "all random" else len(content))
     elif how in ("empty", "one byte"):
         del content[1 if how == "one byte" else 0 :]
+    elif how.startswith("a bit"):
+        content[100 if "head" in how else -1] ^= 4
     elif how in ("future version", "version 1"):
         content[3] = 1 if how == "version 1" else 200
     path.unlink()
     if how == "directory":
         path.mkdir()
+    elif how == "symlink":
+        path.symlink_to("/etc/passwd")
+    elif how == "fifo":
+        os.mkfifo(path, 0o600)
     elif how != "gone":
         path.write_bytes(content)
-        path.chmod(0o600)
+        path.chmod(0o644 if how == "mode" else 0o600)
+        if how == "another user":
+            os.chown(path, 64_001, 64_001)
 
 
-@pytest.mark.parametrize("how", BAD)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=needs_root) if how == "another user" else how for how in BAD]
+)
 @pytest.mark.parametrize("tier", ["ram_file", "disk"])
 def test_case_e03_each_bad_entry_costs_one_miss_at_most_and_no_start(
     space: Namespace, tmp_path: Path, tier: str, how: str
@@ -84,15 +101,14 @@ def test_case_e03_each_bad_entry_costs_one_miss_at_most_and_no_start(
     assert counters["cache_faults"] == 0
     assert stranger.read_text() == "a stranger's"
     assert space.log().count("is dropped") + space.log().count("is removed") <= 1
-    stays = how in ("future version", "version 1", "directory")
-    if not stays:
+    if how not in THEIRS:
         eventually(lambda: not path.exists())
         assert save(cache, WHO, LONG, STATE), "and the key is free for a good one"
         assert longest(cache, WHO, LONG) == (len(LONG), STATE)
         stranger.unlink()
         eventually(lambda: check(space.name) == [])
     else:
-        assert path.exists(), "what another version or somebody else made is left alone"
+        assert os.path.lexists(path), "what another version or somebody else made is left alone"
     space.restart(*flags)
     assert longest(cache, WHO, LONG) in ((len(LONG), STATE), (len(SHORT), b"shorter"))
     assert space.log().count("is dropped") + space.log().count("is removed") <= 1, (
