@@ -3,7 +3,8 @@
     ece_choice, ece_score, ece_noul   expected calibration error on held-out rows: fitted ÷ not fitted
 
 48 labelled messages (decisions_labelled.jsonl): temperatures are fitted on every other one of them, and the
-error is taken on the rest. The fitted temperatures are in the name of the peer.
+error is taken on the rest. The fitted temperatures are in the name of the peer; they are what
+workers/temperatures.json has for this model. For another one, copy the loop with rows of your own.
 """
 
 from __future__ import annotations
@@ -31,15 +32,20 @@ QUESTIONS: dict[str, dict[str, Any]] = {
 
 def rows(options: Options) -> Iterable[Row]:
     """All rows of this bench; `quick` reads half of the messages."""
-    labelled = [json.loads(line) for line in LABELLED.read_text(encoding="utf-8").splitlines()]
     # One thread: with more of them the last bits of a logit may depend on their number.
     with DecisionModel(str(model_path()), n_threads=1, n_threads_batch=1) as model:
         for name, question in QUESTIONS.items():
-            scored = [_scored(model, name, row) for row in labelled[:: 2 if options.quick else 1]]
+            scored = scored_rows(model, name, 2 if options.quick else 1)
             temperature = fit_temperature(scored[::2])
             after, before = (calibration_error(scored[1::2], value) for value in (temperature, 1.0))
             peer = f"temperature 1, not {temperature:.2f}"
             yield Row(f"ece_{question['type']}", after, "", peer, before, after / before)
+
+
+def scored_rows(model: DecisionModel, name: str, step: int = 1) -> list[Labelled]:
+    """What the model makes of each labelled message, or of each step-th one, for one question."""
+    lines = LABELLED.read_text(encoding="utf-8").splitlines()[::step]
+    return [_scored(model, name, json.loads(line)) for line in lines]
 
 
 def _scored(model: DecisionModel, name: str, row: dict[str, Any]) -> Labelled:

@@ -11,7 +11,8 @@
 A choice has its options, a score its levels, noul (yes or no) the words yes and no. Options are compared by
 the mean over their tokens, so a long one is not punished for its length. A small model is too sure of itself
 or too little; the temperature of a type, fitted on labelled rows (fit_temperature), makes its probabilities
-mean what they say.
+mean what they say. temperatures.json holds those of files that they were fitted for, by the SHA-256 of the
+file: no other file has the same, not even another quantisation of the same weights.
 
 Owner: the process that loaded the model. Readers: its threads, one request at a time (SharedLlama).
 Invariants
@@ -27,6 +28,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -41,6 +43,7 @@ from shmcache.identity import fingerprint, gguf_quant
 from shmcache.workers.shared_llama import SharedLlama
 
 PROMPT_VERSION = 1
+TEMPERATURES = Path(__file__).with_name("temperatures.json")
 TYPES = ("choice", "score", "noul")
 YES_NO = ("yes", "no")
 N_CTX = 2048
@@ -62,6 +65,12 @@ class Temperatures(msgspec.Struct, frozen=True, kw_only=True):
         for name in TYPES:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"temperature of {name} ({getattr(self, name)}) must be positive")
+
+
+def fitted_temperatures(file_hash: str) -> Temperatures:
+    """Those that were fitted for the file with this SHA-256 in hex; 1 each where there are none."""
+    fitted = json.loads(TEMPERATURES.read_text(encoding="utf-8")).get(file_hash, {})
+    return Temperatures(**{name: fitted[name] for name in TYPES if name in fitted})
 
 
 class _Forced:
@@ -94,15 +103,17 @@ class DecisionModel:
         Args:
             model: a GGUF file; or a SharedLlama, which whoever loaded it closes.
             cache: an attached Cache, a namespace, or None, as SharedLlama takes it.
-            temperatures: fitted for this model; 1 each by default.
+            temperatures: fitted for this model; by default those of temperatures.json, for a file that is
+                not there 1 each.
             options: everything that SharedLlama takes.
         """
         self._is_owner = isinstance(model, str)
         options = {"n_ctx": N_CTX, "gates": GATES, "verbose": False, **options}
         self.llama = SharedLlama(model, cache=cache, **options) if isinstance(model, str) else model
-        self.temperatures = temperatures or Temperatures()
         path = self.llama.model_path
-        self._file = [fingerprint(path).hex(), gguf_quant(path)]
+        file_hash = fingerprint(path).hex()
+        self.temperatures = temperatures or fitted_temperatures(file_hash)
+        self._file = [file_hash, gguf_quant(path)]
 
     @property
     def decision_fingerprint(self) -> str:

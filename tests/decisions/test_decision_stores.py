@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from decisions.redis_server import RedisServer
+from fakeredis import FakeRedis, FakeServer
 from support import Namespace
 
 from shmcache.decisions import DecisionCache, FallbackStore, MemoryStore, SqliteStore, stores
@@ -269,14 +270,22 @@ def test_a_lost_redis_degrades_to_the_local_store_and_is_offered_what_was_decide
     redis_server.start()
 
 
-def test_the_redis_example_replays_on_the_second_machine(redis_server: RedisServer) -> None:
+def test_a_redis_that_is_faked_in_this_process_will_do() -> None:
+    server = FakeServer()
+    one, other = (RedisStore(FakeRedis(server=server)) for _ in range(2))
+    assert one.add(KEY, b"first", time.time() + 60) == b"first"
+    assert other.add_many([(KEY, b"second", None), (OTHER, b"theirs", None)]) == [b"first", b"theirs"]
+    assert one.get(OTHER) == (b"theirs", None)
+
+
+@pytest.mark.parametrize("server", ["fakeredis", "REDIS_URL"])
+def test_the_redis_example_replays_on_the_second_machine(server: str, redis_server: RedisServer) -> None:
     example = Path(__file__).parents[2] / "examples" / "decision_store_redis.py"
+    environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+    if server == "REDIS_URL":
+        environment["REDIS_URL"] = redis_server.url
     output = subprocess.run(
-        [sys.executable, example],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "REDIS_URL": redis_server.url},
+        [sys.executable, example], check=True, capture_output=True, text=True, env=environment
     ).stdout
     times = [float(word) for word in re.findall(r"refund in ([\d.]+) ms", output)]
     assert times[0] >= 500 > times[1]

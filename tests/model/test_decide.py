@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -12,10 +13,15 @@ from typing import Any
 import llama_cpp
 import pytest
 
+from bench import calibration
 from shmcache.decisions import DecisionCache, MemoryStore, SqliteStore, decision_margins
 from shmcache.decisions.legal import is_legal
 from shmcache.errors import ConfigError
+from shmcache.tools.demo import CoordinatorProcess
+from shmcache.tools.main import main
 from shmcache.workers.decide import (
+    TEMPERATURES,
+    TYPES,
     DecisionModel,
     Temperatures,
     calibration_error,
@@ -134,6 +140,38 @@ def test_a_request_over_http_is_answered_once(model: DecisionModel) -> None:
             assert refused["error"]["message"]
 
 
+def test_requests_are_warmed_through_a_model_s_file(
+    coordinator: CoordinatorProcess,
+    namespace: str,
+    model: DecisionModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    questions = {"angry": QUESTIONS["angry"]}
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text(json.dumps({"state": STATE, "questions": questions}))
+    options = [word for name, value in ONE_THREAD.items() for word in ("--llama", f"{name}={value}")]
+    warm = [
+        "decisions",
+        "warm",
+        str(requests),
+        "--with",
+        model.llama.model_path,
+        *options,
+        "--namespace",
+        namespace,
+    ]
+    assert main([*warm, "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)
+    assert counts == {"computed": 1, "known": 0, "failed": 0, "not_kept": 0}
+
+    def compute(state: Any, questions: Any) -> Any:
+        raise AssertionError("it was decided ahead")
+
+    with DecisionCache(namespace=namespace) as cache:
+        assert cache.get_or_compute(model, STATE, questions, compute) == model.predict(STATE, questions)
+
+
 def test_temperatures_are_in_the_answers_and_in_the_fingerprint(model: DecisionModel) -> None:
     before, fingerprint = model.predict(STATE, QUESTIONS), model.decision_fingerprint
     plain, model.temperatures = model.temperatures, Temperatures(choice=100.0)
@@ -146,6 +184,25 @@ def test_temperatures_are_in_the_answers_and_in_the_fingerprint(model: DecisionM
     assert model.predict(STATE, QUESTIONS) == before
     with pytest.raises(ConfigError, match="noul"):
         Temperatures(noul=0)
+
+
+def test_a_file_that_temperatures_were_fitted_for_has_them(
+    model: DecisionModel, smollm2: Path, another_quantisation: Path
+) -> None:
+    fitted = json.loads(TEMPERATURES.read_text())[hashlib.sha256(smollm2.read_bytes()).hexdigest()]
+    assert model.temperatures == Temperatures(**{name: fitted[name] for name in TYPES})
+    assert min(fitted[name] for name in TYPES) > 1, "this model is too sure of itself"
+    with DecisionModel(str(another_quantisation), **ONE_THREAD) as other:
+        assert other.temperatures == Temperatures()
+
+
+@pytest.mark.stress
+def test_the_temperatures_of_the_file_are_what_the_labelled_rows_give(model: DecisionModel) -> None:
+    for name, question in calibration.QUESTIONS.items():
+        scored = calibration.scored_rows(model, name)
+        shipped = getattr(model.temperatures, question["type"])
+        assert fit_temperature(scored[::2]) == pytest.approx(shipped, rel=0.02)
+        assert calibration_error(scored[1::2], shipped) < calibration_error(scored[1::2], 1.0) / 2
 
 
 def test_a_fitted_temperature_makes_probabilities_mean_what_they_say() -> None:
