@@ -182,6 +182,10 @@ class Tier(ABC):
         fd = self.directory_fd(key)
         return is_ours_to_remove(fd, file_name(key)) and shm.unlink_quietly(file_name(key), dir_fd=fd)
 
+    @abstractmethod
+    def sync_removals(self) -> None:
+        """What was removed stays removed, whatever happens now. Raises OSError; it is tried again then."""
+
     def set_aside(self, key: bytes) -> None:
         """Take a row's name from its slab and keep it under another. Raises OSError."""
         fd = self.directory_fd(key)

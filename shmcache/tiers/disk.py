@@ -64,6 +64,7 @@ class DiskTier(Tier):
             raise
         self._fan_out: dict[int, int] = {}
         self._unusable: set[int] = set()
+        self._unsynchronised: set[int] = set()
 
     def directory_fd(self, key: bytes) -> int:
         """The directory of the key's first byte, made at first use."""
@@ -117,21 +118,27 @@ class DiskTier(Tier):
         return there or slab
 
     def remove(self, key: bytes) -> bool:
-        """Unlink, and synchronise the directory: what was forgotten stays forgotten."""
-        removed = super().remove(key)
-        os.fsync(self.directory_fd(key))
-        return removed
+        """Unlink; a power loss may undo it until sync_removals."""
+        self._unsynchronised.add(self.directory_fd(key))
+        return super().remove(key)
+
+    def remove_aside(self, key: bytes) -> bool:
+        """As remove."""
+        self._unsynchronised.add(self.directory_fd(key))
+        return super().remove_aside(key)
+
+    def sync_removals(self) -> None:
+        """fsync of each directory that has lost a name."""
+        while self._unsynchronised:
+            fd = next(iter(self._unsynchronised))
+            os.fsync(fd)
+            self._unsynchronised.discard(fd)
+            self.move()
 
     def set_aside(self, key: bytes) -> None:
         """Rename, and synchronise the directory: after a power loss it is no row again either."""
         super().set_aside(key)
         os.fsync(self.directory_fd(key))
-
-    def remove_aside(self, key: bytes) -> bool:
-        """As remove."""
-        removed = super().remove_aside(key)
-        os.fsync(self.directory_fd(key))
-        return removed
 
     def store_forget(self, number: int) -> None:
         """Replace the number in one step, and synchronise."""

@@ -52,6 +52,9 @@ class MemoryTier(Tier):
         self.refuse(handover)
         return slab
 
+    def sync_removals(self) -> None:
+        """A power loss takes all that lies here."""
+
     def store_forget(self, number: int) -> None:
         """The control page lives as long as the slabs here, and has it."""
 

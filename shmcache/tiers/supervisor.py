@@ -23,7 +23,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import msgspec
@@ -34,6 +34,7 @@ from shmcache.tiers.base import HandOver, Slab, Tier
 JOB_DEADLINE_S = 30.0
 BACKOFF_S = (1.0, 2.0, 5.0, 15.0, 60.0)
 _FAILURES_TO_GO_DOWN = 3
+_MOST_REMOVALS = 4096  # that wait for one synchronisation: their bytes count until then
 
 
 class LaneState(Enum):
@@ -101,6 +102,9 @@ class StoreForget(msgspec.Struct, frozen=True):
 Job = Link | Remove | SetAside | RemoveAside | WriteUse | Survey | Look | SetPin | StoreForget
 
 
+_REMOVALS = Remove | RemoveAside
+
+
 class Done(msgspec.Struct, frozen=True):
     """How a job ended: a slab for Link and Look, keys for Survey, an error, or nothing.
 
@@ -132,15 +136,32 @@ class _Worker:
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.done: deque[Done] = deque()
         self.pending: deque[Job] = deque()
+        self._removed: list[Done] = []
         self._wake = wake
         self.thread = threading.Thread(target=self._run, name=f"shmcache-{tier.number.name}", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         while (job := self.jobs.get()) is not None:
-            self.done.append(_run_job(self.tier, job))
-            self._wake()
+            if isinstance(job, _REMOVALS):
+                self._removed.append(_run_job(self.tier, job))
+                if self.jobs.empty() or len(self._removed) == _MOST_REMOVALS:
+                    self._end_removals()
+            else:
+                self._end_removals()
+                self._end([_run_job(self.tier, job)])
+        self._end_removals()
         self.tier.close()
+
+    def _end_removals(self) -> None:
+        """Synchronise those that came in a row, at the price of one, and report them."""
+        removed, self._removed = self._removed, []
+        if removed:
+            self._end(_synchronised(self.tier, removed))
+
+    def _end(self, ended: Sequence[Done]) -> None:
+        self.done.extend(ended)
+        self._wake()
 
 
 class Lane:
@@ -229,6 +250,16 @@ class Lane:
         self._worker = _Worker(tier, self._wake)
         self.tier = tier
         self.state = LaneState.UP
+
+
+def _synchronised(tier: Tier, removed: list[Done]) -> list[Done]:
+    """The same removals, or all of them failed."""
+    tier.move()
+    try:
+        tier.sync_removals()
+    except Exception as error:  # I1
+        return [Done(done.job, error=f"{type(error).__name__}: {error}", is_fault=True) for done in removed]
+    return removed
 
 
 def _run_job(tier: Tier, job: Job) -> Done:
