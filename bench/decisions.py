@@ -1,5 +1,6 @@
 """What does a decision cost that was made before, next to the design it comes from, rebuilt with json,
-zlib and sqlite3, and next to a locked OrderedDict in one process? 100,000 decisions held on each side.
+zlib and sqlite3, and next to a locked OrderedDict in one process? 100,000 decisions held on each side (with
+--quick 10,000 in the rows beside the seed's figures).
 
     hit_N_vs_sqlite_design         the whole hook, key to decoded result, for a state of N characters
     store_get_vs_sqlite            the shared store's get ÷ a prepared SELECT with its expiry
@@ -11,9 +12,9 @@ zlib and sqlite3, and next to a locked OrderedDict in one process? 100,000 decis
     herd_computations              8 processes, one request, a model of 0.3 s: the most that computed it
 
 The other rows put ours beside the figure of the seed's table of costs, which was measured elsewhere: key_N,
-encode, decode, memory_get, memory_bytes, sqlite_get, sqlite_add, sqlite_add_full, router_hit_N (a whole
-Router.predict of laya), miss_coalescing (what coalescing adds to a miss), and memo_2000 (a router's hit with
-the detection memo ÷ without).
+encode, decode, memory_get, memory_bytes, sqlite_get, sqlite_bytes, sqlite_add, sqlite_add_full, router_hit_N
+(a whole Router.predict of laya), miss_coalescing (what coalescing adds to a miss), and memo_2000 (a router's
+hit with the detection memo ÷ without).
 """
 
 from __future__ import annotations
@@ -240,7 +241,7 @@ def rows(options: Options) -> Iterable[Row]:
         yield from _bytes(world)
         yield from _beside_the_seed(world, count, options)
         yield _memo(options)
-    yield _herd(3 if options.quick else 10)
+    yield _herd(2 if options.quick else 10)
 
 
 @contextmanager
@@ -271,7 +272,8 @@ def _coordinator(file: Path, decisions_rows: int) -> Any:
     )
     try:
         assert process.stdout is not None
-        process.stdout.readline()
+        if not process.stdout.readline():
+            raise RuntimeError("the coordinator did not start")
         yield namespace
     finally:
         process.terminate()
@@ -371,14 +373,12 @@ def _beside_the_seed(world: World, count: int, options: Options) -> Iterable[Row
     value = encode(RESULT)
     yield beside("encode", 17, _each(encode, [RESULT] * count))
     yield beside("decode", 8, _each(decode, [value] * count))
-    memory, keys = MemoryStore(HELD), world.some_keys(count)
-    tracemalloc.start()
-    for key_bytes, held, expires in world.items:
-        memory.add(bytes(bytearray(key_bytes)), bytes(bytearray(held)), expires)
-    heap_bytes = tracemalloc.get_traced_memory()[0] / HELD
-    tracemalloc.stop()
+    items = world.items[: HELD // 10 if options.quick else HELD]
+    memory, keys = MemoryStore(HELD), [items[number * 7919 % len(items)][0] for number in range(count)]
+    for item in items:
+        memory.add(*item)
     yield beside("memory_get", 0.48, _each(memory.get, keys))
-    yield _row("memory_bytes", "B", "the seed's figure", heap_bytes, 336)
+    yield _row("memory_bytes", "B", "the seed's figure", _heap_bytes(items[: HELD // 10]), 336)
     for name, figure, full in (("sqlite_add", 115.0, False), ("sqlite_add_full", 276.0, True)):
         sqlite = SqliteStore(world.directory / f"{name}.sqlite3", full=full)
 
@@ -386,8 +386,12 @@ def _beside_the_seed(world: World, count: int, options: Options) -> Iterable[Row
             sqlite.add(os.urandom(16), value, world.expires)
 
         if not full:
-            sqlite.add_many(world.items)
+            sqlite.add_many(items)
             yield beside("sqlite_get", 7.5, _each(sqlite.get, keys))
+            with sqlite3.connect(world.directory / f"{name}.sqlite3") as file:
+                file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            size_bytes = (world.directory / f"{name}.sqlite3").stat().st_size / len(items)
+            yield _row("sqlite_bytes", "B", "the seed's figure", size_bytes, 319)
         yield beside(name, figure, _each(add, range(50)))
         sqlite.close()
     for characters, figure in SEED_ROUTER_HIT_US.items():
@@ -398,6 +402,17 @@ def _beside_the_seed(world: World, count: int, options: Options) -> Iterable[Row
             hit = _each(partial(_predict, router), [state] * (count // 4))
             yield beside(f"router_hit_{characters}", figure, hit)
     yield beside("miss_coalescing", 15, lambda: _miss(True, count // 4) - _miss(False, count // 4))
+
+
+def _heap_bytes(items: Sequence[tuple[bytes, bytes, float | None]]) -> float:
+    """What a decision takes in this process's memory, its key and value included."""
+    memory = MemoryStore(len(items))
+    tracemalloc.start()
+    for key, value, expires in items:
+        memory.add(bytes(bytearray(key)), bytes(bytearray(value)), expires)
+    size_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return size_bytes / len(items)
 
 
 def _predict(router: Any, state: str) -> None:
@@ -439,7 +454,7 @@ def _memo(options: Options) -> Row:
     router = _router(cache)
     state = ("My order has not arrived, and I would like to have my money back. " * 40)[:2_000]
     router.predict(state, QUESTIONS)
-    hit = _each(partial(_predict, router), [state] * 200)
+    hit = _each(partial(_predict, router), [state] * (30 if options.quick else 200))
 
     def with_memo() -> float:
         with _memoised():
