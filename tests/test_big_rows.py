@@ -21,8 +21,11 @@ TIERS = ["ram", "ram_file", "disk"]
 WITHIN_S = 300.0  # a disk that others use as well
 
 
-def needs(tmp_path: Path, *, shm_bytes: int, memory_bytes: int, disk_bytes: int = 0) -> None:
-    """Skip where the machine cannot hold it beside what else it does."""
+def needs(tmp_path: Path, *, shm_bytes: int, memory_bytes: int = 0, disk_bytes: int = 0) -> None:
+    """Skip where the machine cannot hold it beside what else it does.
+
+    memory_bytes: beside what lies in /dev/shm at the same time. A hand-over has left when its row is read.
+    """
     for what, need_bytes, free_bytes in (
         ("/dev/shm", shm_bytes, shm.free_bytes()),
         ("memory", shm_bytes + memory_bytes, psutil.virtual_memory().available),
@@ -90,13 +93,7 @@ def _marks_of(hit: Hit, size_bytes: int, number: int) -> list[tuple[int, bytes]]
 def test_a_big_row_is_reserved_written_summed_restarted_and_read(
     space: Namespace, tmp_path: Path, tier: str, size_bytes: int
 ) -> None:
-    on_disk = tier == "disk"
-    needs(
-        tmp_path,
-        shm_bytes=size_bytes,
-        memory_bytes=size_bytes if on_disk else 0,
-        disk_bytes=size_bytes if on_disk else 0,
-    )
+    needs(tmp_path, shm_bytes=size_bytes, disk_bytes=size_bytes if tier == "disk" else 0)
     budget_bytes = size_bytes + (64 << 20)
     flags = flags_of(tmp_path, tier, budget_bytes, staging_bytes=budget_bytes)
     space.start(*flags)

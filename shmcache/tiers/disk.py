@@ -39,6 +39,7 @@ from shmcache.tiers.base import HandOver, Slab, Tier, file_name, is_ours_to_remo
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 4 << 20
+_SYNC_BYTES = 64 << 20  # of a larger file at once: one wait for all of it would look like a lane that hangs
 _LOCK = ".lock"
 _FORGET = ".forget"
 
@@ -161,7 +162,7 @@ class DiskTier(Tier):
         super().close()
 
     def _copy(self, source: int, target: int, size_bytes: int) -> None:
-        began_s, done_bytes = time.monotonic(), 0
+        began_s, done_bytes, synchronised_bytes = time.monotonic(), 0, 0
         while done_bytes < size_bytes:
             count = min(_CHUNK_BYTES, size_bytes - done_bytes)
             copied_bytes = _send(source, target, done_bytes, count)
@@ -169,6 +170,10 @@ class DiskTier(Tier):
                 raise CorruptSlab(f"the hand-over ends at {done_bytes} of {size_bytes} bytes")
             done_bytes += copied_bytes
             self.move()
+            if done_bytes - synchronised_bytes >= _SYNC_BYTES:
+                os.fdatasync(target)
+                synchronised_bytes = done_bytes
+                self.move()
             if self._write_bytes_per_s:
                 due_s = began_s + done_bytes / self._write_bytes_per_s
                 time.sleep(max(0.0, due_s - time.monotonic()))
