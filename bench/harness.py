@@ -6,7 +6,8 @@ Owner: bench. Readers: people, and whoever gets the JSON file.
 
 Invariants
     I1  Ours and peer alternate, so that a machine that slows down slows both; a row holds the medians of
-        at least MIN_REPEATS rounds, and the ratio of those medians.
+        at least MIN_REPEATS rounds, and the ratio of those medians (`compared`) or the median of the rounds'
+        own ratios (`paired`).
     I2  The collector of cycles runs between rounds, not in them.
 
 Leaves out: bounds. What a ratio may be is said where it is promised.
@@ -57,24 +58,43 @@ def compared(
 
     Each side returns its own figure in `unit`. One round of each runs before the counting ones.
     """
+    ours, peers = (statistics.median(values) for values in _rounds(sides, repeats))
+    return Row(name=name, ours=ours, unit=unit, peer=peer, peer_value=peers, ratio=ours / peers)
+
+
+def paired(
+    name: str, unit: str, peer: str, sides: tuple[Callable[[], float], Callable[[], float]], pairs: int
+) -> Row:
+    """As compared, but ratio is the median of the pairs' own ratios.
+
+    For rounds of seconds: what else the machine does changes from pair to pair more than within one.
+    """
+    ours, peers = _rounds(sides, pairs, takes_turns=True)
+    ratio = statistics.median(one / other for one, other in zip(ours, peers, strict=True))
+    return Row(name, statistics.median(ours), unit, peer, statistics.median(peers), ratio)
+
+
+def _rounds(
+    sides: tuple[Callable[[], float], Callable[[], float]], repeats: int, *, takes_turns: bool = False
+) -> tuple[list[float], list[float]]:
+    """The figures of both sides but for the first round; takes_turns: who is first changes each time."""
     if repeats < MIN_REPEATS:
         raise ValueError(f"{repeats} repeats are less than {MIN_REPEATS}")
     figures: tuple[list[float], list[float]] = ([], [])
     was_collecting = gc.isenabled()
     try:
         for number in range(repeats + 1):
-            for side, values in zip(sides, figures, strict=True):
+            for side in (1, 0) if takes_turns and number % 2 else (0, 1):
                 gc.enable()
                 gc.collect()
                 gc.disable()
-                value = side()
+                value = sides[side]()
                 if number:
-                    values.append(value)
+                    figures[side].append(value)
     finally:
         if was_collecting:
             gc.enable()
-    ours, peers = (statistics.median(values) for values in figures)
-    return Row(name=name, ours=ours, unit=unit, peer=peer, peer_value=peers, ratio=ours / peers)
+    return figures
 
 
 def timed(work: Callable[[], object], count: int, per_s: float = 1e6) -> float:

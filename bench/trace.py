@@ -4,7 +4,7 @@
     total_time_vs_no_cache                   the same trace, whole requests
     total_prefill_tokens_vs_llama_ram_cache  ÷ stock Llama with a LlamaRAMCache for each worker
     split_<part>_vs_requests                 where the time of our requests goes; what is left is bookkeeping
-    overhead_when_nothing_repeats            unrelated prompts with the cache ÷ without it, back to back
+    overhead_when_nothing_repeats            unrelated prompts with the cache ÷ without it, pair by pair
     herd_prefills                            4 workers, one cold prompt: who prefilled more than 64 tokens
 
 The trace: 2 agents with one system prompt of 1,500 tokens, 10 turns each, a question of some 40 tokens and a
@@ -33,7 +33,7 @@ import llama_cpp
 import msgspec
 from llama_cpp.llama_cache import LlamaRAMCache
 
-from bench.harness import Options, Row, compared
+from bench.harness import Options, Row, paired
 from shmcache.config import Gates
 from shmcache.tools.clean import remove
 from shmcache.tools.demo import CoordinatorProcess
@@ -209,9 +209,7 @@ def overhead(namespace: str, scale: Scale) -> Row:
 
             return request_ms
 
-        return compared(
-            "overhead_when_nothing_repeats", "ms", "stock Llama", (side(ours), side(stock)), PAIRS
-        )
+        return paired("overhead_when_nothing_repeats", "ms", "stock Llama", (side(ours), side(stock)), PAIRS)
 
 
 def herd(namespace: str, scale: Scale) -> Row:
