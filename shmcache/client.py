@@ -21,6 +21,7 @@ Leaves out: what a state is, which rows are worth saving (workers, policy).
 from __future__ import annotations
 
 import atexit
+import errno
 import itertools
 import os
 import queue
@@ -151,6 +152,7 @@ class Slab:
         self._unnamed: UnnamedSlab | None = None
         self._payload_bytes = 0
         self._published = False
+        self._dropped = "save_dropped_no_space"
 
     def payload(self, payload_bytes: int) -> memoryview:
         """Where to write a state of so many bytes; waits for the preparation.
@@ -163,8 +165,7 @@ class Slab:
         if self._unnamed is not None and slab_bytes > self._unnamed.charged_bytes:
             self._grow(payload_bytes)
         if self._unnamed is None:
-            self._cache.count("save_dropped_no_space")
-            self.cancel()
+            self._end_without(self._dropped)
             raise OutOfSpace("/dev/shm", self._plan.payload_offset + payload_bytes, shm.free_bytes())
         self._payload_bytes = payload_bytes
         return self._unnamed.payload(payload_bytes)
@@ -185,9 +186,12 @@ class Slab:
 
     def cancel(self) -> None:
         """Give the reservation back without waiting. Once handed over, or ended, it does nothing."""
+        self._end_without("save_dropped_cancelled")
+
+    def _end_without(self, counter: str) -> None:
         if not self._handed_over and not self._ended.is_set():
             self._ended.set()
-            self._cache.count("save_dropped_cancelled")
+            self._cache.count(counter)
             self._cache.do(self._give_back)
 
     def prepare(self) -> None:
@@ -196,9 +200,14 @@ class Slab:
             if not self._ended.is_set():
                 self._make(self._plan.payload_bytes)
         except FAULTS as error:
-            self._cache.connection.fault("prepare", error)
+            self._not_made(error)
         finally:
             self._ready.set()
+
+    def _not_made(self, error: Exception) -> None:
+        self._cache.connection.fault("prepare", error)
+        if getattr(error, "errno", None) != errno.ENOSPC:
+            self._dropped = "save_dropped_failed"
 
     def _make(self, payload_bytes: int) -> None:
         size_bytes = self._plan.payload_offset + payload_bytes
@@ -228,7 +237,7 @@ class Slab:
             try:
                 self._make(payload_bytes)
             except FAULTS as error:
-                self._cache.connection.fault("prepare", error)
+                self._not_made(error)
 
     def _hand_over(self, meta: kvc.Meta, pieces: Sequence[kvc.Piece], token_ids: memoryview) -> None:
         handover = HandOver(meta.key, self._token, self._forget)

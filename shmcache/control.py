@@ -70,10 +70,15 @@ class ControlPage:
             fd = shm.open_owned(names.control, os.O_RDONLY)
         except FileNotFoundError as error:
             raise NoCoordinator(names.namespace) from error
-        if os.fstat(fd).st_size < SIZE_BYTES:
+        try:
+            page = cls(fd) if os.fstat(fd).st_size >= SIZE_BYTES else None
+        except BaseException:
+            os.close(fd)
+            raise
+        if page is None:
             os.close(fd)
             raise NoCoordinator(names.namespace)  # damaged: the next coordinator makes it good
-        return cls(fd)
+        return page
 
     def epoch(self, layout: int) -> int:
         """The current epoch, 0 if none. Raises LayoutMismatch if the other side is built otherwise."""

@@ -549,6 +549,7 @@ class Coordinator:
         self._now = now
         for state in self._tiers.values():
             for done in state.lane.outcomes():
+                self._note_fault(state, done)
                 match done.job:
                     case Link():
                         self._linked(state, done.job.handover, done)
@@ -565,6 +566,15 @@ class Coordinator:
                     case Survey() | WriteUse() | StoreForget():
                         pass
         return self._take_replies()
+
+    def _note_fault(self, state: TierState, done: Done) -> None:
+        """Count what a tier could not do, and say so: once for each, and once for all when it went down."""
+        if done.is_fault:
+            self._count("tier_faults")
+            # What comes of a Link or a StoreForget is said where it is dealt with.
+            if state.lane.state is LaneState.UP and not isinstance(done.job, Link | StoreForget):
+                what = f"{type(done.job).__name__} in {state.number.name.lower()}"
+                log.warning("%s has failed: %s", what, done.error)
 
     def store_use(self) -> None:
         """Write hit counts and last use into the slabs of rows used since the last call."""
@@ -612,7 +622,7 @@ class Coordinator:
         try:
             slab = lane.tier.check(handover)
         except (CorruptSlab, ForeignObject, OSError) as error:
-            self._refuse(reservation, handover, str(error))
+            self._refuse(reservation, handover, str(error), logging.WARNING)
             return
         if why := self._mismatch(reservation, slab):
             self._refuse(reservation, handover, why)
@@ -626,7 +636,7 @@ class Coordinator:
         if reservation is None:
             return
         if done.slab is None:
-            self._refuse(reservation, handover, done.error)
+            self._refuse(reservation, handover, done.error, logging.WARNING)
             return
         self._reservations.advance(reservation, Event.LINKED)
         self._note_speed(reservation.client, done.slab.head.meta, state.number)
@@ -660,8 +670,10 @@ class Coordinator:
             return "another row was written than was reserved"
         return ""
 
-    def _refuse(self, reservation: Reservation, handover: HandOver, why: str) -> None:
-        log.info("save of %s is refused: %s", handover.key.hex(), why)
+    def _refuse(
+        self, reservation: Reservation, handover: HandOver, why: str, level: int = logging.INFO
+    ) -> None:
+        log.log(level, "save of %s is refused: %s", handover.key.hex(), why)
         self._count("dropped_refused")
         self._tiers[reservation.plan.tier].lane.tier.refuse(handover)
         self._end(reservation, Event.REFUSED, handover.key, why)

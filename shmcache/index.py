@@ -137,6 +137,7 @@ STAT_NAMES = (
     "overtaken",
     *(f"{what}_{tier}" for tier in ("ram", "ram_file", "disk") for what in ("is_down", "downs")),
     "corrupt_rows",
+    "tier_faults",
     *(f"gone_{name}" for name in COUNTERS),
 )
 """The statistics words in their order. Part of the layout: another list is another layout.

@@ -39,7 +39,6 @@ Leaves out: the meaning of messages (protocol).
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import stat
@@ -235,9 +234,15 @@ class WorkerPage(_PageView):
         if mailbox in self._fifos:
             return
         path = self._fifo_directory / f"{self.client:016x}.{mailbox}"
-        shm.make_fifo(path)
-        # Read and write: with a writer of our own there is no hang-up to spin on.
-        self._fifos[mailbox] = shm.open_owned(path, os.O_RDWR, kind=stat.S_IFIFO)
+        try:
+            shm.make_fifo(path)
+            # Read and write: with a writer of our own there is no hang-up to spin on.
+            self._fifos[mailbox] = shm.open_owned(path, os.O_RDWR, kind=stat.S_IFIFO)
+        except ForeignObject:
+            raise  # somebody else's
+        except BaseException:
+            shm.unlink_quietly(path)  # close() knows only those that it has opened
+            raise
 
     def reply(self, mailbox: int, request: int) -> bytes | None:
         """The reply to `request`, or None if it is not there yet (I3)."""
@@ -283,10 +288,13 @@ class WorkerPage(_PageView):
         self._mapping.close()
 
     def close(self) -> None:
-        """Leave: the names go first, then the lock; the coordinator frees the rest."""
-        shm.unlink_quietly(self._path)
-        for mailbox, fd in self._fifos.items():
-            shm.unlink_quietly(self._fifo_directory / f"{self.client:016x}.{mailbox}")
+        """Leave: the names go first, the page's last, then the lock; the coordinator frees the rest."""
+        # A FIFO that stays keeps the page's name, by which the coordinator finds both.
+        with contextlib.suppress(OSError):
+            for mailbox in self._fifos:
+                shm.unlink_quietly(self._fifo_directory / f"{self.client:016x}.{mailbox}")
+            shm.unlink_quietly(self._path)
+        for fd in self._fifos.values():
             os.close(fd)
         self._fifos.clear()
         self._mapping.close()
@@ -371,7 +379,10 @@ class ClientPage(_PageView):
         return self.wake(mailbox)  # 4
 
     def wake(self, mailbox: int) -> bool:
-        """One byte into the mailbox's FIFO; a full FIFO is awake already."""
+        """One byte into the mailbox's FIFO; a full FIFO is awake already.
+
+        False where that cannot be: who waits there looks again by itself, ten times a second (connection).
+        """
         try:
             if mailbox not in self._fifos:
                 path = self._fifo_directory / f"{self.client:016x}.{mailbox}"
@@ -379,12 +390,8 @@ class ClientPage(_PageView):
             os.write(self._fifos[mailbox], b"!")
         except BlockingIOError:
             return True
-        except ForeignObject:
+        except (ForeignObject, OSError):
             return False
-        except OSError as error:
-            if error.errno in (errno.EPIPE, errno.ENXIO, errno.ENOENT):
-                return False
-            raise
         return True
 
     def wake_all(self) -> None:
@@ -401,10 +408,10 @@ class ClientPage(_PageView):
         os.close(self._fd)
 
     def unlink(self) -> None:
-        """Remove the names that a dead worker left."""
-        shm.unlink_quietly(self._path)
+        """Remove the names that a dead worker left, the page's last: by it the others are found again."""
         for mailbox in range(MAILBOXES):
             shm.unlink_quietly(self._fifo_directory / f"{self.client:016x}.{mailbox}")
+        shm.unlink_quietly(self._path)
 
 
 def remove_if_dead(names: Names, name: str) -> bool:

@@ -136,10 +136,17 @@ class Clients:
         return [client for client, known in self._known.items() if known.is_stuck(now_s)]
 
     def forget(self, client: int) -> dict[str, int]:
-        """A dead worker's counters; its page and FIFOs are removed."""
+        """A dead worker's counters; its page and FIFOs are removed.
+
+        What will not go is found at the next look, and counted then.
+        """
         page = self._known.pop(client).page
         counters = page.counters()
-        page.unlink()
+        try:
+            page.unlink()
+        except OSError as error:
+            log.warning("page %016x stays for now: %s", client, error)
+            counters = {}
         page.close()
         return counters
 
