@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import threading
 import time
@@ -22,6 +24,7 @@ from shmcache.page import WorkerPage
 
 QUESTIONS = {"q": {"type": "score"}}
 KEY = b"k" * 16
+PR_SET_SECCOMP = 22
 
 
 @pytest.fixture
@@ -50,6 +53,58 @@ def test_a_decision_is_read_by_another_process(space: Namespace, store: SharedSt
 
     assert space.child(read).hear() == "here"
     assert store.get(b"o" * 16) == (b"there", None)
+
+
+def test_a_hit_makes_no_system_call(space: Namespace, store: SharedStore) -> None:
+    """The kernel kills whoever makes another call than read or write in its strict mode."""
+    store.add(KEY, b"for ever", None)
+    store.add(b"e" * 16, b"for a while", time.time() + 600)
+    store.add(b"l" * 16, b"large" * 1000, None)
+    strict = 1
+
+    def read(pipe: Pipe) -> None:
+        other = SharedStore(space.name)
+        prctl = ctypes.CDLL(None).prctl
+
+        def hits(count: int) -> bool:
+            return all(
+                other.get(key) is not None for _ in range(count) for key in (KEY, b"e" * 16, b"l" * 16)
+            )
+
+        hits(100)  # attached, and with memory for all that a hit makes
+        gc.disable()
+        if prctl(PR_SET_SECCOMP, strict, 0, 0, 0):
+            pipe.say("refused")
+        elif hits(100):
+            pipe.say("hits")
+
+    said = space.child(read).hear()
+    if said == "refused":
+        pytest.skip("another filter of system calls is around this process")
+    assert said == "hits"
+
+
+def test_closing_a_cache_leaves_what_is_shared_and_clearing_is_for_everybody(space: Namespace) -> None:
+    space.start()
+    one, other = cache_in(space.name), cache_in(space.name, ttl=0.05)
+    assert one.get_or_compute("m", "s", QUESTIONS, lambda state, questions: {"q": 1}) == {"q": 1}
+    one.close()
+    assert other.get_or_compute("m", "s", QUESTIONS, lambda state, questions: {"q": 2}) == {"q": 1}
+    other.get_or_compute("m", "short", QUESTIONS, lambda state, questions: {"q": 1})
+    time.sleep(0.06)
+    assert other.prune() + len(other.store) in (1, 2), "the coordinator prunes by itself as well"
+    assert other.cache_info()["size"] == 1
+    assert other.delete("m", "s", QUESTIONS)
+    other.cache_clear()
+    assert (other.cache_info()["size"], other.cache_info()["hits"]) == (0, 0)
+    other.close()
+
+
+def test_maxsize_bounds_what_is_kept_without_a_coordinator(space: Namespace) -> None:
+    with cache_in(space.name, maxsize=2) as cache:
+        for state in range(5):
+            cache.get_or_compute("m", state, QUESTIONS, lambda state, questions: {"q": 1})
+        assert (cache.cache_info()["size"], cache.cache_info()["maxsize"]) == (2, 2)
 
 
 def test_a_thread_that_comes_while_another_attaches_asks_as_well(
