@@ -56,13 +56,15 @@ class SharedLlamaCache(BaseLlamaCache):
         tier: str = "ram_file",
         gates: Gates | None = None,
         tenant: str | None = None,
+        explain_saves: bool = False,
+        audit_rate: float = 0.0,
     ) -> None:
         """Take a loaded Llama. What is in its context is dropped, as any other prompt would drop it.
 
         Args:
             llm: the Llama that this cache will be set on; no other can use it.
             namespace: of the coordinator.
-            tier, gates, tenant: as in attach and SharedLlama.
+            tier, gates, tenant, explain_saves, audit_rate: as in attach and SharedLlama.
         Raises:
             ConfigError: a SharedLlama, which shares already, or a setting that cannot be.
         """
@@ -72,7 +74,15 @@ class SharedLlamaCache(BaseLlamaCache):
         super().__init__(KEPT_MAPPING_BYTES)
         self._llm = _adopt(llm)
         shared = self._attached if _is_known(Path(llm.model_path)) else None
-        SharedLlama.__init__(self._llm, llm.model_path, cache=shared, gates=gates, tenant=tenant)
+        SharedLlama.__init__(
+            self._llm,
+            llm.model_path,
+            cache=shared,
+            gates=gates,
+            tenant=tenant,
+            explain_saves=explain_saves,
+            audit_rate=audit_rate,
+        )
 
     @property
     def cache_size(self) -> int:

@@ -64,8 +64,11 @@ def test_a_stock_llama_shares_its_rows_with_every_process(
 
 def _ask_in_another_process(pipe: Pipe, path: str, namespace: str) -> None:
     llama = llama_cpp.Llama(path, **OPTIONS)
-    llama.set_cache(SharedLlamaCache(llama, namespace, gates=SMALL))
+    shared = SharedLlamaCache(llama, namespace, gates=SMALL, audit_rate=1.0)
+    llama.set_cache(shared)
     answer = llama(PROMPT, **ASKED)
+    counters = shared._attached.statistics().counters
+    assert (counters["audits"], counters["audits_differed"]) == (1, 0)
     pipe.say([answer["shmcache"], answer["choices"][0]["text"]])
     llama.close()
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -758,35 +759,41 @@ def second_cache(cache: Cache, namespace: str) -> Iterator[Cache]:
         yield attached
 
 
-def test_one_prompt_at_two_workers_is_prefilled_once(
-    tiny_llama: Path, cache: Cache, second_cache: Cache, worker: MakeLlama, monkeypatch: pytest.MonkeyPatch
+def test_one_prompt_at_several_workers_is_prefilled_once(
+    tiny_llama: Path, cache: Cache, namespace: str, worker: MakeLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, waiter = worker(tiny_llama, cache), worker(tiny_llama, second_cache)
-    at_first_batch, may_go_on = threading.Event(), threading.Event()
-    decode = owner._cells.decode
+    with ExitStack() as stack:
+        caches = [stack.enter_context(shmcache.attach(namespace)) for _ in range(3)]
+        owner, waiters = worker(tiny_llama, cache), [worker(tiny_llama, theirs) for theirs in caches]
+        at_first_batch, may_go_on = threading.Event(), threading.Event()
+        decode = owner._cells.decode
 
-    def wait_in_the_first_batch(*args: Any) -> None:
-        at_first_batch.set()
-        assert may_go_on.wait(30)
-        decode(*args)
+        def wait_in_the_first_batch(*args: Any) -> None:
+            at_first_batch.set()
+            assert may_go_on.wait(30)
+            decode(*args)
 
-    monkeypatch.setattr(owner._cells, "decode", wait_in_the_first_batch)
-    answers: dict[str, Answer] = {}
-    first = threading.Thread(target=lambda: answers.update(owner=ask(owner, LONG)))
-    second = threading.Thread(target=lambda: answers.update(waiter=ask(waiter, LONG)))
-    first.start()
-    assert at_first_batch.wait(30)
-    second.start()
-    while not counters(second_cache).get("waited"):
-        second.join(0.01)
-    may_go_on.set()
-    first.join()
-    second.join()
-    assert answers["owner"].report.cache_hit_kind == "cold"
-    assert answers["waiter"].report.cache_hit_kind == "exact"
-    assert answers["waiter"].report.waited
-    assert not answers["owner"].report.waited
-    assert largest_difference(answers["owner"].logits, answers["waiter"].logits) == 0
+        monkeypatch.setattr(owner._cells, "decode", wait_in_the_first_batch)
+        answers: dict[SharedLlama, Answer] = {}
+        threads = [
+            threading.Thread(target=lambda llama=llama: answers.update({llama: ask(llama, LONG)}))
+            for llama in (owner, *waiters)
+        ]
+        threads[0].start()
+        assert at_first_batch.wait(30)
+        for thread in threads[1:]:
+            thread.start()
+        for theirs, thread in zip(caches, threads[1:], strict=True):
+            while not counters(theirs).get("waited"):
+                thread.join(0.01)
+        may_go_on.set()
+        for thread in threads:
+            thread.join()
+        first = answers.pop(owner)
+        assert (first.report.cache_hit_kind, first.report.waited) == ("cold", False)
+        for answer in answers.values():
+            assert (answer.report.cache_hit_kind, answer.report.waited) == ("exact", True)
+            assert largest_difference(first.logits, answer.logits) == 0
 
 
 def test_who_waits_for_a_save_that_is_given_up_goes_on_alone(
