@@ -54,6 +54,7 @@ PREFER_FIRST_BELOW = 6
 _PUBLISHED = 1
 _CHECK = struct.Struct("<I")
 first_place: Callable[[bytes], tuple[bytes, int]] = struct.Struct("<c7xI4x").unpack
+second_place: Callable[[bytes], tuple[int]] = struct.Struct("<12xI").unpack
 _places: Callable[[bytes], tuple[bytes, int, int]] = struct.Struct("<c7xII").unpack
 
 # Of bytes followed by their CRC32C the CRC32C is a constant: one call verifies an entry, check included.

@@ -1,4 +1,4 @@
-"""Which decisions survive the coordinator? One SQLite file, written behind the table by a thread of its own.
+"""Which decisions survive the coordinator? One SQLite file, written before the table shows anything of it.
 
     records   first INTEGER PRIMARY KEY · count · body: that many records in MessagePack, numbered from first
 
@@ -17,8 +17,8 @@ spares each commit the locking: whoever wants to look inside meanwhile asks for 
 Invariants
     I1  Batches are committed in the order of submit(), and reported in it, after their commit.
     I2  A failed transaction fails every batch in it, and changes nothing.
-    I3  The caller's thread never waits for the disk: it commits only while the thread is idle, and after
-        a commit that was slow leaves the next ones to the thread for a second.
+    I3  The caller's thread does not wait for the disk: it makes no checkpoint and no fsync, commits only
+        while the thread is idle, and leaves all to the thread for a second after a commit that was slow.
     I4  No file stops a start: one that is damaged, of another owner, or no database of ours is set aside,
         with all that could still be read of it kept.
 Leans on

@@ -55,7 +55,7 @@ import msgspec
 from crc32c import crc32c
 
 from shmcache.errors import LayoutMismatch
-from shmcache.slots import SOUND, Entry, Place, SlotReader, SlotWriter, first_place
+from shmcache.slots import SOUND, Entry, Place, SlotReader, SlotWriter, first_place, second_place
 
 KEY_BYTES = 16
 ENTRY_BYTES = 256
@@ -224,6 +224,9 @@ class TableReader:
             tag, first = first_place(key)
             bucket = first % buckets * 8
             slot = find(tag, bucket, bucket + 8)
+            if slot < 0:
+                bucket = second_place(key)[0] % buckets * 8
+                slot = find(tag, bucket, bucket + 8)
             image = b""
             if slot >= 0:
                 start = slot * 256 + entries_at
@@ -249,7 +252,7 @@ class TableReader:
             # Two threads at once may lose a touch: it costs an entry its place in the order of use, and a
             # lock would cost every hit.
             head = ring_head[0]
-            touches[head & ring_mask] = slot | (word >> 8 & 0xFFFFFFFF) << 32
+            touches[head & ring_mask] = slot | (word << 24 & 0xFFFFFFFF00000000)
             ring_head[0] = head + 1
             return value, expires or None
 
