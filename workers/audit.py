@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
-from shmcache.errors import RestoreRefused
 from shmcache.kvc import Image
-from shmcache.workers.cells import Cells
+from shmcache.workers.cells import Cells, Decode
 from shmcache.workers.trail import Trail
 
 log = logging.getLogger(__name__)
@@ -52,23 +50,23 @@ def can_audit(cells: Cells, image: Image) -> bool:
     )
 
 
-def audit(cells: Cells, image: Image, forget: int, progress: Callable[[], None]) -> Audit | None:
+def audit(cells: Cells, image: Image, forget: int, decode: Decode) -> Audit | None:
     """Compute a row anew and compare; the cells hold what was computed, or nothing where that failed (None).
 
     Args:
         cells: of the context; what they hold is lost.
         image: the row.
         forget: the forget number under which the sequence begins.
-        progress: called after each batch.
+        decode: computes a batch behind a trail (Cells.decode, and whatever its caller does around it).
     """
     try:
-        trail = cells.recompute(image, forget, progress)
+        trail = cells.recompute(image, forget, decode)
         difference = _state_difference(cells, image)
         cells.close_entry(trail)
         if difference is None and (difference := _logits_difference(cells, image)) is not None:
-            trail = cells.recompute(image, forget, progress)
+            trail = cells.recompute(image, forget, decode)
             cells.close_entry(trail)
-    except (RuntimeError, RestoreRefused) as error:  # as when the client has gone meanwhile
+    except Exception as error:  # I3; as when the client has gone meanwhile
         log.info("no audit of row %s: %s", image.meta.key.hex(), error)
         cells.clear(forget)
         return None

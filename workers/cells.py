@@ -28,6 +28,8 @@ from shmcache.workers.render import Renderer
 from shmcache.workers.state import ContextState
 from shmcache.workers.trail import Trail
 
+Decode = Callable[[Trail, Sequence[int]], None]
+
 
 class Cells:
     """What one context holds."""
@@ -74,7 +76,7 @@ class Cells:
         self._say(len(tokens))
         return trail
 
-    def recompute(self, image: Image, forget: int, progress: Callable[[], None]) -> Trail:
+    def recompute(self, image: Image, forget: int, decode: Decode) -> Trail:
         """Replace everything by what a row's record makes. The last batch is not settled."""
         tokens = image.token_ids.tolist()
         self.clear(forget)
@@ -83,8 +85,7 @@ class Cells:
         for piece in image.pieces:
             trail.mark()  # entries that are alike stay two, and settle between them (Trail I2)
             for _ in range(piece.repeats):
-                self.decode(trail, tokens[len(trail) : len(trail) + piece.length])
-                progress()
+                decode(trail, tokens[len(trail) : len(trail) + piece.length])
         return trail
 
     def cut(self, trail: Trail, keep: int) -> bool:

@@ -564,7 +564,7 @@ class SharedLlama(llama_cpp.Llama):
         if random.random() >= self._audit_rate or not audit.can_audit(self._cells, image):
             return None
         decoded_tokens, decode_us = self._state.decoded_tokens(), self._state.decode_us()
-        audited = audit.audit(self._cells, image, prompt.forget, self._edge.progress)
+        audited = audit.audit(self._cells, image, prompt.forget, self._decode)
         # None of it belongs to the request's own prefill.
         request.counted_from += self._state.decoded_tokens() - decoded_tokens
         request.counted_from_us += self._state.decode_us() - decode_us
