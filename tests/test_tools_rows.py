@@ -93,6 +93,25 @@ def test_what_was_set_aside_is_found_by_what_it_is(aside: str, run: Run) -> None
         assert (code, [row["key"] for row in json.loads(output)["rows"]]) == (0, [aside]), chosen
 
 
+def test_what_was_set_aside_on_disk_is_told_and_evicted(space: Namespace, tmp_path: Path, run: Run) -> None:
+    tmp_path.chmod(0o700)
+    space.start(f"--disk-dir={tmp_path}")
+    cache = space.cache(tier="disk")
+    assert save(cache, WHO, A, b"a" * 64)
+    [hit] = cache.candidates(PrefixWalk(WHO.seed, A), len(A))
+    cache.quarantine(hit, "its state differs")
+    hit.close()
+    assert eventually(lambda: [(row["tier"], row["is_aside"]) for row in listed(run)] == [("disk", True)])
+    space.kill()
+    space.start(f"--disk-dir={tmp_path}")
+    assert [(row["key"], row["is_aside"]) for row in listed(run)] == [(key_of(A), True)], (
+        "after a restart too"
+    )
+    assert run("evict", "--all")[0] == 0
+    assert not list(tmp_path.rglob("*.aside"))
+    assert listed(run) == []
+
+
 def test_ls_says_what_each_row_is(cache: Cache, run: Run) -> None:
     assert save(cache, WHO, A, b"a" * 64, model_name="small", reason_detail=HEAD_DETAIL, hit_count=3)
     assert save(cache, OTHER_WHO, B, b"b" * 64, tenant_hash=tenant_hash("one"), save_reason=Reason.FINISH)
