@@ -1,4 +1,4 @@
-"""Whatever a disk, a crash or a strange writer made of a row: it restores equal bytes, or is a typed error."""
+"""Whatever a disk, a crash or a stranger made of a row: it restores equal bytes, or is a typed error."""
 
 from __future__ import annotations
 
