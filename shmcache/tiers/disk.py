@@ -151,7 +151,11 @@ class DiskTier(Tier):
             shm.give_name(fd, self._root_fd, f"{_FORGET}.new")
         finally:
             os.close(fd)
-        os.rename(f"{_FORGET}.new", _FORGET, src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
+        try:
+            os.rename(f"{_FORGET}.new", _FORGET, src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
+        except OSError:
+            shm.unlink_quietly(f"{_FORGET}.new", dir_fd=self._root_fd)
+            raise
         os.fsync(self._root_fd)
 
     def close(self) -> None:
