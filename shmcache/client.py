@@ -358,8 +358,12 @@ class Cache:
         try:
             return self._opened(found)
         except FileNotFoundError:
-            # A row leaves before its file does: one that is still there has lost it some other way.
-            if self._is_published(found):
+            # A row leaves before its file does: one that is still there has lost it some other way, and one
+            # that is there anew lies elsewhere now.
+            again = self._published(found.key)
+            if again is not None and again.word != found.word:
+                return self._open(again)
+            if again is not None:
                 self._drop(found, "its file is gone")
             return None
         except (CorruptSlab, ForeignObject) as error:
@@ -404,10 +408,9 @@ class Cache:
         self.count("read_slabs")
         return Hit(self, found, slab)
 
-    def _is_published(self, found: Found) -> bool:
+    def _published(self, key: bytes) -> Found | None:
         reader = self.connection.reader()
-        again = reader.get(found.row.key) if reader is not None else None
-        return again is not None and again.word == found.word
+        return reader.get(key) if reader is not None else None
 
     def _drop(self, found: Found, why: str, *, aside: bool = False) -> None:
         key = found.row.key

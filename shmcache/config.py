@@ -117,6 +117,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     tenant_share            most of a tier's bytes that one tenant holds while others have rows there; 1: all.
     disk_admission          `second_use` takes a row to disk when it is asked for the second time, or goes on
                             from one there: prompts that come once never wear the disk out.
+    spill_on_evict          a memory tier that is nearly full hands its coldest rows on to the disk, as new
+                            rows: the disk is written more, and less is computed again.
     eviction                who leaves a full tier: `lru` the row without use the longest, `cost` the one
                             that is expected to spare the least prefill for its bytes.
     decisions_rows          capacity of the decision table: 16,384 take 7.5 MB of /dev/shm.
@@ -139,6 +141,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_age: str = ""
     tenant_share: float = 1.0
     disk_admission: Admission = "always"
+    spill_on_evict: bool = False
     eviction: Eviction = "lru"
     decisions_rows: int = 16_384
     decisions_bytes: int = 4 << 20
@@ -155,6 +158,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} ({value}) must be at least {least}")
         if self.disk_dir is None and self.disk_bytes is not None:
             raise ConfigError(f"disk_bytes ({self.disk_bytes}) needs disk_dir (none)")
+        if self.disk_dir is None and self.spill_on_evict:
+            raise ConfigError("spill_on_evict (true) needs disk_dir (none)")
         if not 1 <= self.max_rows <= MAX_ROWS_LIMIT:
             raise ConfigError(f"max_rows ({self.max_rows}) must be between 1 and {MAX_ROWS_LIMIT}")
         if not 0.0 < self.tenant_share <= 1.0:

@@ -4,6 +4,7 @@
     Written ─► check ─► Link job ─► linked ─► publish      or refused, and the bytes are given back
     Cancel, client_gone ─► let go                          what has a name is looked at first
     Drop, Evict ─► remove                                  row, then file; or the file is set aside
+    tick ─► HandOn job ─► adopted by the disk               a memory tier is nearly full (spill_on_evict)
 
 A tier's directory is touched on the tier's own lane only: jobs go in, outcomes come back (supervisor).
 What waits in `in/`, always in /dev/shm, is read and refused right here.
@@ -71,6 +72,7 @@ from shmcache.reservation import Event, Reservation, Reservations, State
 from shmcache.tiers.base import HandOver, Slab
 from shmcache.tiers.supervisor import (
     Done,
+    HandOn,
     Lane,
     LaneState,
     Link,
@@ -90,6 +92,7 @@ _NOBODY = -1  # client of what is adopted: its owner was another coordinator's
 _SURVEY_SLICE = 2_000
 _ASIDE_SLABS = 8  # that a tier keeps to be looked at, the newest
 _ASIDE_SHARE = 8  # an eighth of its budget at most
+SPILL_AT = 0.9  # of a memory tier's budget: what is left is for saves that come before the disk is done
 _AGED_SLOTS = 4_096  # looked at each tick: a whole index of 65,536 rows in seven seconds
 
 
@@ -157,6 +160,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     eviction: Eviction = "lru"
     tenant_share: float = 1.0
     disk_admission: Admission = "always"
+    spill_on_evict: bool = False
 
 
 _DEFAULTS = Rules()
@@ -215,6 +219,7 @@ class Coordinator:
         self._parked: dict[_Place, int] = {}
         self._replies: list[Reply] = []
         self._used_since_stored: set[int] = set()
+        self._handing_on: dict[bytes, int] = {}  # bytes of rows that are to get a name in the disk's `in/`
         self._counts: dict[str, int] = {}
         self._now = Now(0)
 
@@ -542,6 +547,7 @@ class Coordinator:
         until = min(self._aged_to + _AGED_SLOTS, self._index.slots)
         self._expire(range(self._aged_to, until))
         self._aged_to = until % self._index.slots
+        self._spill()
         return self.outcomes(now)
 
     def outcomes(self, now: Now) -> list[Reply]:
@@ -555,6 +561,8 @@ class Coordinator:
                         self._linked(state, done.job.handover, done)
                     case Remove() | SetAside() | RemoveAside():
                         self._removed(state, done)
+                    case HandOn():
+                        self._handed_on(done.job.handover, done)
                     case SetPin():
                         self._wake(_pin_of(done.job.key), Pinned(not done.error, done.error))
                     case Look():
@@ -645,11 +653,15 @@ class Coordinator:
         elif any(key == handover.key for key, _ in state.leaving):
             # A row of this key left when the link was done already: the removal behind it takes this file.
             self._refuse(reservation, handover, "a row of its key was just leaving")
-        elif self._enter(state, done.slab, reservation.base):
-            self._count(f"saves_{done.slab.head.meta.save_reason.name.lower()}")
-            self._end(reservation, Event.INDEXED, handover.key)
         else:
-            self._refuse(reservation, handover, "the index has no room")
+            # What nobody has saved and is here already, less durable, has come from a memory tier.
+            is_spill = reservation.client == _NOBODY and self._index.get(handover.key) is not None
+            if self._enter(state, done.slab, reservation.base):
+                reason = done.slab.head.meta.save_reason.name.lower()
+                self._count("spilled" if is_spill else f"saves_{reason}")
+                self._end(reservation, Event.INDEXED, handover.key)
+            else:
+                self._refuse(reservation, handover, "the index has no room")
 
     def _note_speed(self, client: int, meta: Meta, tier: Tier) -> None:
         """The model's rows are worth what its workers measure."""
@@ -752,6 +764,56 @@ class Coordinator:
         else:
             self._reservations.advance(reservation, Event.CHECKED)
             state.lane.submit(Link(handover))
+
+    # ---- spill: a row that is about to leave memory goes to the disk first, as any other save does
+
+    def _spill(self) -> None:
+        """Hand the coldest rows of each memory tier on to the disk, until it is within SPILL_AT."""
+        disk = self._tiers.get(Tier.DISK)
+        if not self._rules.spill_on_evict or disk is None or disk.lane.state is LaneState.DOWN:
+            return
+        for state in self._tiers.values():
+            if state is not disk and state.lane.state is LaneState.UP:
+                self._spill_from(state, disk)
+
+    def _spill_from(self, state: TierState, disk: TierState) -> None:
+        room_bytes = disk.staging_bytes - self._reservations.charged_bytes(Tier.DISK)
+        room_bytes -= sum(self._handing_on.values())
+        short_bytes = int((1 - SPILL_AT) * state.budget_bytes) - self._free_bytes(state)
+        protected, spilling = self._protected(), self._spilling()
+        on_their_way = (found.row for key in spilling if (found := self._index.get(key)) is not None)
+        short_bytes -= sum(row.slab_bytes for row in on_their_way if row.tier == state.number)
+        for slot in self._order.leaving(state.number, self._now.unix_s):
+            if short_bytes <= 0:
+                return
+            found = self._index.at(slot)
+            if found is None or slot in protected:
+                continue
+            row = found.row
+            if row.key in spilling or row.slab_bytes > min(disk.budget_bytes, disk.staging_bytes):
+                continue
+            if row.slab_bytes > room_bytes:
+                return
+            short_bytes -= row.slab_bytes
+            room_bytes -= row.slab_bytes
+            self._hand_on(state, disk, row)
+
+    def _hand_on(self, state: TierState, disk: TierState, row: Row) -> None:
+        """A second name in the disk's `in/`: from there it is a hand-over like any, whoever dies."""
+        handover = HandOver(row.key, random.getrandbits(63), self._forget)
+        self._handing_on[row.key] = row.slab_bytes
+        state.lane.submit(HandOn(handover, disk.lane.tier.in_path))
+
+    def _handed_on(self, handover: HandOver, done: Done) -> None:
+        """What lies in the disk's `in/` now is adopted; a row that has left meanwhile is not there."""
+        self._handing_on.pop(handover.key, None)
+        if not done.error and self._reservations.by_token(handover.token) is None:
+            self._adopt_one(self._tiers[Tier.DISK], handover)
+
+    def _spilling(self) -> set[bytes]:
+        """Keys of the rows that are on their way to the disk, whoever hands them over."""
+        named = {each.named for each in self._reservations if each.plan.tier is Tier.DISK and each.named}
+        return named | self._handing_on.keys()
 
     # ---- directories against the index
 
@@ -972,6 +1034,8 @@ class Coordinator:
     def _evict(self, victims: list[Found]) -> None:
         for found in victims:
             self._count("evictions")
+            if self._rules.spill_on_evict and found.row.tier != Tier.DISK:
+                self._count("unspilled", found.row.key not in self._spilling())
             self._remove(found)
 
     def _free_bytes(self, state: TierState) -> int:

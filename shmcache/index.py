@@ -126,6 +126,8 @@ STAT_NAMES = (
         for what in ("rows", "bytes", "charged", "budget")
     ),
     "evictions",
+    "spilled",
+    "unspilled",
     "expired",
     "forgotten",
     *(f"saves_{reason}" for reason in ("unknown", "cold", "continued", "evict", "shutdown", "finish")),

@@ -244,6 +244,7 @@ class Server:
                     eviction=settings.eviction,
                     tenant_share=settings.tenant_share,
                     disk_admission=settings.disk_admission,
+                    spill_on_evict=settings.spill_on_evict,
                 ),
                 measured_of=self._clients.measured,
                 store_forget=self._control.store_forget,
@@ -479,7 +480,8 @@ def _held_bytes(paths: Iterable[Path]) -> int:
     for path in paths:
         with suppress(FileNotFoundError):
             found = path.lstat()
-            held_bytes += found.st_blocks * 512 if stat.S_ISREG(found.st_mode) else 0
+            if stat.S_ISREG(found.st_mode):
+                held_bytes += found.st_blocks * 512 // found.st_nlink
     return held_bytes
 
 
@@ -666,6 +668,12 @@ def arguments() -> argparse.ArgumentParser:
         "--disk-admission",
         choices=get_args(config.Admission),
         help="what goes to disk: always (default), or second_use, which keeps one-time prompts off it",
+    )
+    parser.add_argument(
+        "--spill-on-evict",
+        action="store_const",
+        const=True,
+        help="hand the coldest rows of a memory tier that is nearly full on to the disk; default: they go",
     )
     parser.add_argument(
         "--eviction",

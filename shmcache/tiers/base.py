@@ -95,6 +95,7 @@ class Tier(ABC):
     def __init__(self, in_path: Path) -> None:
         shm.make_directory(in_path.parent)
         shm.make_directory(in_path)
+        self.in_path = in_path
         self.in_fd = shm.open_directory(in_path)
         self.moved_s = time.monotonic()
 
@@ -215,6 +216,18 @@ class Tier(ABC):
             kvc.write_use(fd, hit_count, last_used_unix_s)
         finally:
             os.close(fd)
+
+    def hand_on(self, handover: HandOver, in_path: Path) -> None:
+        """Give a row's slab a second name, in another tier's `in/` on the same file system.
+
+        Raises OSError (FileNotFoundError where the row has left), ForeignObject.
+        """
+        fd = self.directory_fd(handover.key)
+        in_fd = shm.open_directory(in_path)
+        try:
+            os.link(file_name(handover.key), handover.name, src_dir_fd=fd, dst_dir_fd=in_fd)
+        finally:
+            os.close(in_fd)
 
     def set_pin(self, key: bytes, pinned: bool) -> None:
         """Pin a row's slab, or not any more (I4). Raises OSError, ForeignObject."""

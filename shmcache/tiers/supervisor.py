@@ -25,6 +25,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
+from pathlib import Path
 
 import msgspec
 
@@ -93,13 +94,20 @@ class SetPin(msgspec.Struct, frozen=True):
     pinned: bool
 
 
+class HandOn(msgspec.Struct, frozen=True):
+    """Hand a row's slab over to another tier, whose `in/` lies at in_path; it stays where it is."""
+
+    handover: HandOver
+    in_path: Path
+
+
 class StoreForget(msgspec.Struct, frozen=True):
     """Keep the forget number where the slabs are."""
 
     number: int
 
 
-Job = Link | Remove | SetAside | RemoveAside | WriteUse | Survey | Look | SetPin | StoreForget
+Job = Link | Remove | SetAside | RemoveAside | WriteUse | Survey | Look | SetPin | HandOn | StoreForget
 
 
 _REMOVALS = Remove | RemoveAside
@@ -278,6 +286,8 @@ def _run_job(tier: Tier, job: Job) -> Done:
                 tier.write_use(job.key, job.hit_count, job.last_used_unix_s)
             case SetPin():
                 tier.set_pin(job.key, job.pinned)
+            case HandOn():
+                tier.hand_on(job.handover, job.in_path)
             case StoreForget():
                 tier.store_forget(job.number)
             case Survey():
