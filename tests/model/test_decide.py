@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
@@ -10,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import pytest
 
 from bench import calibration
+from bench.backends import requantised
 from shmcache.decisions import DecisionCache, MemoryStore, SqliteStore, decision_margins
 from shmcache.decisions.legal import is_legal
 from shmcache.errors import ConfigError
@@ -52,11 +51,7 @@ def model(smollm2: Path) -> Iterator[DecisionModel]:
 @pytest.fixture(scope="module")
 def another_quantisation(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same weights, quantised anew."""
-    path = tmp_path_factory.mktemp("models") / "smollm2.q8_0.gguf"
-    how = llama_cpp.llama_model_quantize_default_params()
-    how.ftype, how.allow_requantize, how.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, True, 1
-    assert llama_cpp.llama_model_quantize(str(smollm2).encode(), str(path).encode(), ctypes.byref(how)) == 0
-    return path
+    return requantised(smollm2, tmp_path_factory.mktemp("models"))
 
 
 def test_every_answer_is_legal_and_its_probabilities_sum_to_one(model: DecisionModel) -> None:
