@@ -469,8 +469,8 @@ def _full_in_words(settings: CoordinatorConfig) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
+        if error.errno != errno.ENOSPC or shm.free_bytes() > _fixed_bytes(settings) + MIB:
+            raise  # the disk's, which the error itself names
         raise _full(settings) from error
 
 
