@@ -155,6 +155,7 @@ _SCHEMA = (
 # I2: within its life by the wall clock, and not written in the future.
 _LIVE = "written <= :now + 60 AND (expires IS NULL OR expires > :now)"
 assert CLOCK_SLACK_S == 60
+_GET = "SELECT value, expires, written FROM decision WHERE key = ?"
 
 
 class SqliteStore:
@@ -178,13 +179,18 @@ class SqliteStore:
 
     def get(self, key: bytes) -> Held | None:
         """As DecisionStore."""
-        with self._connection() as connection:
-            rows = connection.execute(
-                f"SELECT value, expires FROM decision WHERE key = :key AND {_LIVE}",
-                {"key": key, "now": time.time()},
-            )
-            held: Held | None = rows.fetchone()
-            return held
+        # Without the context manager and with _LIVE in Python: half the time.
+        connection = self._take()
+        try:
+            row = connection.execute(_GET, (key,)).fetchone()
+        finally:
+            self._idle.append(connection)
+        if row is None:
+            return None
+        value, expires, written = row
+        now = time.time()
+        is_live = written <= now + CLOCK_SLACK_S and (expires is None or expires > now)
+        return (value, expires) if is_live else None
 
     def add(self, key: bytes, value: bytes, expires: float | None) -> bytes:
         """As DecisionStore."""
@@ -242,18 +248,22 @@ class SqliteStore:
     @contextlib.contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
         """A connection that nobody else uses meanwhile (I3)."""
+        connection = self._take()
+        try:
+            yield connection
+        finally:
+            self._idle.append(connection)
+
+    def _take(self) -> sqlite3.Connection:
+        """A connection for whoever gives it back to _idle."""
         if self._pid != os.getpid():
             # Kept, because closing a connection of the parent's would disturb its locks.
             _inherited.append(self._idle)
             self._pid, self._idle = os.getpid(), deque()
         try:
-            connection = self._idle.pop()
+            return self._idle.pop()
         except IndexError:
-            connection = self._open()
-        try:
-            yield connection
-        finally:
-            self._idle.append(connection)
+            return self._open()
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
