@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from decisions.fake_model import QUESTIONS, Context, Model, memory_cache, probability
 
-from shmcache.decisions import DecisionCache, FallbackStore, MemoryStore
+from shmcache.decisions import DecisionCache, FallbackStore, MemoryStore, decision_margins
 from shmcache.decisions.shared import SharedStore
 from shmcache.errors import ConfigError
 
@@ -307,6 +307,21 @@ def test_case_f09_a_legal_null_false_or_zero_is_a_hit(value: Any) -> None:
             )
             assert answer == {"q": value}
         assert len(calls) == 1
+
+
+def test_a_wrong_answer_is_kept_until_it_expires_and_one_character_makes_another_request() -> None:
+    """What a cache of exact requests cannot do better; small margins say where to look."""
+    unsure = {
+        "answers": {"q": {"type": "choice", "choice": "no", "probabilities": {"no": 0.51, "yes": 0.49}}}
+    }
+    sure = {"answers": {"q": {"type": "choice", "choice": "yes", "probabilities": {"no": 0.01, "yes": 0.99}}}}
+    with memory_cache(ttl=3600) as cache:
+        assert cache.get_or_compute("m", "state", YES, lambda state, questions: unsure) == unsure
+        assert cache.get_or_compute("m", "state", YES, lambda state, questions: sure) == unsure
+        assert decision_margins(unsure)["q"] < 0.1 < decision_margins(sure)["q"]
+        assert cache.get_or_compute("m", "state.", YES, lambda state, questions: sure) == sure
+        cache.store.renew(cache.key_of("m", "state", YES), time.time() - 1)  # an hour later
+        assert cache.get_or_compute("m", "state", YES, lambda state, questions: sure) == sure
 
 
 def test_a_request_without_a_key_is_computed_each_time() -> None:
