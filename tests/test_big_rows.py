@@ -151,6 +151,30 @@ def test_ten_rows_of_a_gibibyte_live_on_disk_under_a_small_budget_of_memory(
     eventually(lambda: check(space.name) == [], WITHIN_S)
 
 
+@pytest.mark.stress
+@pytest.mark.timeout(0)
+def test_a_big_row_is_handed_on_to_the_disk_before_it_leaves_memory(space: Namespace, tmp_path: Path) -> None:
+    size_bytes = 3 * GIB // 2
+    needs(tmp_path, shm_bytes=2 * size_bytes, disk_bytes=size_bytes)
+    budget_bytes = size_bytes + (64 << 20)
+    flags = (
+        f"--ram-file-bytes={budget_bytes}",
+        f"--disk-dir={tmp_path}",
+        f"--disk-bytes={budget_bytes}",
+        f"--staging-bytes={budget_bytes}",
+        "--spill-on-evict",
+    )
+    space.start(*flags)
+    cache = space.cache(kept_mapping_bytes=1)
+    key = save_big(cache, 1, size_bytes)
+    eventually(lambda: space.stat("spilled") == 1, WITHIN_S)
+    restore_big(cache, key, 1, size_bytes)
+    assert cache.statistics().counters["read_slabs"] == 1
+    space.restart(*flags)
+    restore_big(cache, key, 1, size_bytes)
+    eventually(lambda: check(space.name) == [], WITHIN_S)
+
+
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_row_larger_than_the_whole_budget_is_refused_when_it_is_reserved(
     space: Namespace, tmp_path: Path, tier: str
