@@ -82,6 +82,7 @@ STUCK_S = 60.0
 LET_GO_S = 2.0  # an idle worker lets go of an index within half a second
 _MESSAGES_A_TURN = 256
 _LOOK_FOR_MORE_NS = 50_000
+_TURNS_WITHOUT_LOOK = 16
 _DECISION_REQUESTS = get_args(DecisionRequest)  # isinstance of a union takes ten times as long
 _PAGE = re.compile(r"[0-9a-f]{16}")
 
@@ -205,6 +206,7 @@ class Server:
     def __init__(self, settings: CoordinatorConfig) -> None:
         """Everything up to the announcement. Raises ShmcacheError with nothing left behind."""
         self._settings = settings
+        self._turns_without_look = 0
         self._names = names = Names(settings.namespace)
         with _full_in_words(settings), ExitStack() as stack:
             shm.make_directory(names.directory)
@@ -352,7 +354,8 @@ class Server:
     def _receive(self) -> None:
         """Handle what waits, commit it as one, and look a moment for what comes next.
 
-        Whoever was answered soon asks again, and to be woken takes longer than to answer.
+        Whoever was answered soon asks again, and to be woken takes longer than to answer. Where nothing came,
+        because nobody asks or because the cores are busy with others, the next turns do not look.
         """
         taken, is_committed, until_ns = 0, False, 0
         while taken < _MESSAGES_A_TURN:
@@ -363,7 +366,11 @@ class Server:
             elif not is_committed:
                 self._deliver(self._decisions.commit())
                 is_committed, until_ns = True, time.monotonic_ns() + _LOOK_FOR_MORE_NS
+            elif self._turns_without_look:
+                self._turns_without_look -= 1
+                return
             elif time.monotonic_ns() >= until_ns:
+                self._turns_without_look = 0 if taken > 1 else _TURNS_WITHOUT_LOOK
                 return
             else:
                 os.sched_yield()  # where whoever asks shares our core, it needs it
