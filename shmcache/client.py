@@ -138,7 +138,10 @@ class Granted(msgspec.Struct, frozen=True):
 
 
 class Slab:
-    """A granted reservation: memory is made ready for it, filled, and handed over."""
+    """A granted reservation: memory is made ready for it, filled, and handed over.
+
+    W1 prepare  W2 finish  W3 link  W4 free  W5 written  W6 told: whoever dies before W3 leaves nothing.
+    """
 
     def __init__(self, cache: Cache, plan: SavePlan, granted: Granted, forget: int) -> None:
         self._cache = cache
@@ -213,7 +216,7 @@ class Slab:
         size_bytes = self._plan.payload_offset + payload_bytes
         self._cache.connection.hold_unnamed(size_bytes)
         try:
-            self._unnamed = self._allocated(size_bytes)
+            self._unnamed = self._allocated(size_bytes)  # W1 prepare
         except BaseException:
             self._cache.connection.hold_unnamed(-size_bytes)
             raise
@@ -246,8 +249,8 @@ class Slab:
             self._ended.set()  # The cache was closed in between.
             return
         try:
-            unnamed.finish(meta, pieces, token_ids, self._payload_bytes)
-            unnamed.link(self._cache.in_fd(), handover.name)
+            unnamed.finish(meta, pieces, token_ids, self._payload_bytes)  # W2 finish
+            unnamed.link(self._cache.in_fd(), handover.name)  # W3 link
         except Exception as error:
             # Whatever is wrong with what is to be saved costs that save alone.
             self._cache.connection.fault("save", error)
@@ -255,13 +258,13 @@ class Slab:
             self._give_back()
             return
         finally:
-            self.let_go_of_bytes()
+            self.let_go_of_bytes()  # W4 free
             self._cache.connection.progress()
-        answer = self._cache.connection.ask(
+        answer = self._cache.connection.ask(  # W5 written
             lambda head: protocol.Written(**head, token=self._token, key=meta.key), _ANSWER_NS
         )
         # Without an answer the name speaks for itself: this or the next coordinator finds it.
-        self._published = isinstance(answer, protocol.Outcome) and answer.published
+        self._published = isinstance(answer, protocol.Outcome) and answer.published  # W6 told
         self._ended.set()
 
     def _give_back(self) -> None:

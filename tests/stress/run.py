@@ -17,11 +17,13 @@ import json
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import actors
@@ -168,8 +170,11 @@ class Run:
         points = named * 3 + points
         wanted = contents.families(12, largest_bytes=64 << 10, seed=2)
         total_bytes = sum(entry.payload_bytes for family in wanted for entry in family.entries)
-        with self._space(ram_file_bytes=total_bytes // 3, max_rows=24) as space:
-            stage = Stage(self, space, wanted, total_bytes // 6)
+        with (
+            tempfile.TemporaryDirectory() as disk,
+            self._space(ram_file_bytes=total_bytes // 3, max_rows=24) as space,
+        ):
+            stage = Stage(self, space, wanted, total_bytes // 6, Path(disk))
             stage.start()
             turn = 0
             while self.kills < self.scale.kills:
@@ -261,9 +266,9 @@ class Run:
             self.note(space, when)
             if (code := space.stop()) != 0:
                 self.findings.append(f"{when}: the coordinator ended with {code}: {space.log()[-2000:]}")
-        rows = sum(path.lstat().st_blocks * 512 for path in space.names.directory.glob("ram_file/*.kvc"))
-        rows += space.names.control.lstat().st_blocks * 512
-        self._leaked_bytes += used_bytes(space) - rows
+        stays = ("ram_file/*.kvc", space.names.control.name, "disk/where")
+        paths = [path for pattern in stays for path in space.names.directory.glob(pattern)]
+        self._leaked_bytes += used_bytes(space) - sum(path.lstat().st_blocks * 512 for path in paths)
         clean.remove(space.name)
 
     def _say(self, what: str) -> None:
@@ -273,8 +278,11 @@ class Run:
 class Stage:
     """A coordinator, a writer and a reader, and one of them killed after the other."""
 
-    def __init__(self, run: Run, space: Namespace, wanted: Sequence[contents.Family], ram_bytes: int) -> None:
+    def __init__(
+        self, run: Run, space: Namespace, wanted: Sequence[contents.Family], ram_bytes: int, disk: Path
+    ) -> None:
         self._run = run
+        self._disk = disk
         self._space = space
         self._wanted = wanted
         self._ram_bytes = ram_bytes
@@ -351,10 +359,11 @@ class Stage:
     def _start(self, role: str, arm: Callable[[], None] | None) -> None:
         if role == "coordinator":
             patch = partial(_hurry, arm)
-            self._space.start(f"--ram-bytes={self._ram_bytes}", "--decisions-rows=16", patch=patch)
+            sizes = [f"--{name}-bytes={self._ram_bytes}" for name in ("ram", "disk", "staging")]
+            self._space.start(*sizes, f"--disk-dir={self._disk}", "--decisions-rows=16", patch=patch)
             return
         function, options = {
-            "writer": (actors.write, (self._wanted, ("ram", "ram_file"), arm)),
+            "writer": (actors.write, (self._wanted, ("ram", "ram_file", "disk"), arm)),
             "reader": (actors.read, (self._wanted, 1 << 20, arm)),
         }[role]
         if role in self._actors:

@@ -20,9 +20,9 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from shmcache import client, connection, control, coordinator, index, mq, page, server, shm, slab
-from shmcache.tiers import base, memory
+from shmcache.tiers import base, disk, memory
 
-_MARK = re.compile(r"# ([PR]\d|\d(?:, \d)*)\b[^#]*$")
+_MARK = re.compile(r"# ([PRW]\d|\d(?:, \d)*)\b[^#]*$")
 _STARTS = {
     "OwnedControlPage.acquire(": "start: lock",
     "make_directory(names.pages)": "start: directories",
@@ -36,6 +36,17 @@ _STARTS = {
     "_remove_older(epoch)": "start: remove older",
     "self._ready =": "start: ready",
 }
+
+_SAVES = {
+    "Event.NAMED)": "save: named",
+    "Event.CHECKED)": "save: checked",
+    "lane.submit(Link(": "save: link asked for",
+    "Event.LINKED)": "save: linked",
+    "Event.INDEXED": "save: indexed",
+    "os.link(handover.name": "save: first name only",
+    "self.refuse(handover)\n": "save: two names",
+}
+"""Stages of a save at the coordinator, by what the line does that takes the next one."""
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "coordinator": (
@@ -57,6 +68,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
         coordinator.Coordinator._removed,
         coordinator.Coordinator._adopt_one,
         memory.MemoryTier.link,
+        disk.DiskTier.link,
+        disk.DiskTier._copy,
+        disk.DiskTier._name,
+        disk.DiskTier.remove,
         base.Tier.remove,
     ),
     "writer": (
@@ -130,25 +145,34 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _step(role: str, code: CodeType, line: int) -> str:
-    text = linecache.getline(code.co_filename, line).rstrip()
-    if match := _MARK.search(text):
+    text = linecache.getline(code.co_filename, line)
+    if match := _MARK.search(text.rstrip()):
         owner = {"coordinator": "send ", "reader": "reader "}.get(role, "")
-        return match[1] if match[1][0] in "PR" else owner + match[1]
+        if code is disk.DiskTier.link.__code__:
+            owner = "disk "
+        return match[1] if match[1][0] in "PRW" else owner + match[1]
     if role == "coordinator" and "server" in code.co_filename:
         return next((step for part, step in _STARTS.items() if part in text), "")
+    if code.co_name in ("_take", "_linked") or code is memory.MemoryTier.link.__code__:
+        return next((step for part, step in _SAVES.items() if part in text), "")
     return ""
 
 
-def arm(point: KillPoint, nth: int) -> None:
-    """From now on this process dies when it comes to this line for the nth time, on whatever thread."""
+def arm(
+    point: KillPoint, nth: int, blow: int = signal.SIGKILL, begins: Callable[[], bool] = lambda: True
+) -> None:
+    """This process gets the blow when it comes to this line for the nth time, on whatever thread.
+
+    Times count from when `begins` says so: threads that run already cannot be told any more.
+    """
     left = nth
 
     def at_line(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
-        if event == "line" and frame.f_lineno == point.line:
+        if event == "line" and frame.f_lineno == point.line and begins():
             left -= 1
-            if left <= 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if left == 0:
+                os.kill(os.getpid(), blow)
         return at_line
 
     def at_call(frame: FrameType, event: str, _: Any) -> Any:
