@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -294,3 +295,40 @@ def test_a_stop_that_dies_is_as_good_as_a_kill(
     cache.connection._look_again_ns = 0
     assert rows(cache) == {A, B}
     sound(space)
+
+
+def test_bytes_that_have_a_name_and_are_not_announced_yet_are_granted_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Linked after a restart, `written` not sent: stated no more, named by nobody's reservation."""
+    with Namespace(ram_file_bytes=2 * SLAB) as space:
+        space.start()
+        cache, other = space.cache(), space.cache()
+        assert other.connection.reader() is not None
+        (made,) = cache.reserve([plan(WHO, A, len(PAYLOAD))], None, cache.forget).slabs
+        assert made is not None
+        made.payload(len(PAYLOAD))[:] = PAYLOAD
+        space.kill()
+        # No tick and no sweep comes in time: only what a reserve looks at itself counts.
+        space.start(patch=lambda: setattr(server, "TICK_S", 3_600.0))
+        assert made.is_ready(0)
+        is_linked, goes_on = threading.Event(), threading.Event()
+        real = cache.connection.ask
+
+        def ask(*arguments: Any) -> Any:
+            is_linked.set()
+            assert goes_on.wait(WAIT_S)
+            return real(*arguments)
+
+        monkeypatch.setattr(cache.connection, "ask", ask)
+        made.save(meta(WHO, A), PIECES, TOKEN_IDS)
+        assert is_linked.wait(WAIT_S)
+        slabs = other.reserve([plan(WHO, text, len(PAYLOAD)) for text in (B, C)], None, other.forget).slabs
+        named = len(list(space.names.directory.glob("ram_file/*.kvc")))
+        named += len(list(space.names.directory.glob("ram_file/in/*")))
+        assert sum(slab is not None for slab in slabs) + named <= 2
+        goes_on.set()
+        made.wait(int(WAIT_S * 1000))
+        for slab in slabs:
+            if slab is not None:
+                slab.cancel()
