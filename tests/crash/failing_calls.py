@@ -132,6 +132,10 @@ class Board:
         finally:
             self._words[0] = _NOTHING
 
+    def is_failing(self) -> bool:
+        """Whether a call is to fail, or has."""
+        return self._words[0] == _FAIL
+
     def close(self) -> None:
         """Nothing of it is left."""
         self._words.release()

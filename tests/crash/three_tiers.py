@@ -44,10 +44,11 @@ class Rig:
         self.observer = self.space.cache()
         self.descriptors: dict[int, int] = {}
 
-    def start(self, *, ready: bool = True) -> None:
+    def start(self, *more: str) -> None:
+        """A coordinator, with more flags perhaps."""
         options = {"ram-bytes": BUDGET, "disk-bytes": BUDGET, "staging-bytes": BUDGET, "disk-dir": self.root}
         flags = [f"--{name}={value}" for name, value in options.items()]
-        self.space.start(*flags, "--decisions-rows=16", patch=self._patch, ready=ready)
+        self.space.start(*flags, "--decisions-rows=16", *more, patch=self._patch)
 
     def _patch(self) -> None:
         server.TICK_S, server.SWEEP_S = 0.01, 0.1
@@ -66,9 +67,9 @@ class Rig:
         assert reader is not None
         return {found.row.key for found in reader.rows() if found.row.tier == TIERS.index(tier)}
 
-    def fill(self, tier: str) -> None:
-        """Two rows, so that the next save evicts one."""
-        while len(self.rows(tier)) < 2:
+    def fill(self, tier: str, rows: int = 2) -> None:
+        """So many rows; after two the next save evicts one."""
+        while len(self.rows(tier)) < rows:
             with self.attach(tier) as cache:
                 assert eventually(lambda: save(cache, WHO, text_of(next(self.numbers)), STATE))
             self.at_rest()
