@@ -6,6 +6,7 @@ A bench is a module of this package with `rows(options) -> Iterable[Row]`; its n
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import sys
 
@@ -28,6 +29,8 @@ def main(arguments: list[str]) -> int:
         print(f"usage: python -m bench {{{','.join(names())}}} [--json FILE] [--quick]", file=sys.stderr)
         return 2
     name, *rest = arguments
+    # Before llama.cpp is loaded: threads that wait for each other in a busy loop measure who else is there.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     return run(name, importlib.import_module(f"bench.{name}").rows, rest)
 
 
