@@ -344,7 +344,10 @@ def test_a_start_with_a_call_that_fails_serves_all_rows_or_says_why_not(rig: Wat
         with rig.board.recording() as calls:
             assert again(next(rig.numbers))
             rig.at_rest()
-    calls = [call for call in calls if not call.is_the_loops and (whole or "Coordinator.adopt" in call.place)]
+    # Lanes go on after the start, as in a save; `write` is the standard library's, to its own tracker.
+    calls = [call for call in calls if not call.is_the_loops and "_Worker._run" not in call.place]
+    calls = [call for call in calls if call.function != "write" and call.nth == 1]
+    calls = [call for call in calls if whole or "Coordinator.adopt" in call.place]
     wrong, refused = [], []
     for call, error in ways(calls, whole):
         number = next(rig.numbers)
