@@ -23,12 +23,13 @@ REASONS = ("cold", "continued", "finish", "evict", "shutdown")
 
 
 class TierFigures(msgspec.Struct, frozen=True):
-    """Rows and bytes of one tier; charged_bytes belong to saves in flight."""
+    """Rows and bytes of one tier; charged_bytes belong to saves in flight. One that is down takes no jobs."""
 
     rows: int
     used_bytes: int
     charged_bytes: int
     budget_bytes: int
+    is_down: bool
 
 
 class WorkerFigures(msgspec.Struct, frozen=True):
@@ -66,6 +67,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, int]
     evictions: int
     corrupt_rows: int
+    tier_faults: int
     counters: dict[str, int]
     workers: list[WorkerFigures]
     decisions: dict[str, int]
@@ -96,7 +98,13 @@ def observe(namespace: str) -> Observation:
         rows=figures.get("rows", 0),
         max_rows=max_rows,
         tiers={
-            name: TierFigures(*(figures[f"{what}_{name}"] for what in ("rows", "bytes", "charged", "budget")))
+            name: TierFigures(
+                rows=figures[f"rows_{name}"],
+                used_bytes=figures[f"bytes_{name}"],
+                charged_bytes=figures[f"charged_{name}"],
+                budget_bytes=figures[f"budget_{name}"],
+                is_down=bool(figures[f"is_down_{name}"]),
+            )
             for name in (tier.name.lower() for tier in Tier)
             if figures.get(f"budget_{name}")
         },
@@ -106,6 +114,7 @@ def observe(namespace: str) -> Observation:
         dropped=_dropped(figures, counters),
         evictions=figures.get("evictions", 0),
         corrupt_rows=figures.get("corrupt_rows", 0),
+        tier_faults=figures.get("tier_faults", 0),
         counters=counters,
         workers=workers,
         decisions=decisions,

@@ -29,13 +29,14 @@ def observation(**changes: object) -> Observation:
         "started_unix_s": 1_000,
         "rows": 3,
         "max_rows": 1024,
-        "tiers": {"ram_file": TierFigures(3, 96 << 20, 32 << 20, 256 << 20)},
+        "tiers": {"ram_file": TierFigures(3, 96 << 20, 32 << 20, 256 << 20, is_down=False)},
         "hits": {"exact": 2, "partial": 1},
         "misses": 1,
         "saves": {"cold": 2, "continued": 0, "finish": 1, "evict": 0, "shutdown": 0},
         "dropped": {"queue_full": 4},
         "evictions": 5,
         "corrupt_rows": 1,
+        "tier_faults": 6,
         "counters": {**NO_COUNTS, "reused_tokens": 900, "prefilled_tokens": 100, "uncached": 2},
         "decisions": {"rows": 2, "max_rows": 16, "durability": 0, "is_down": 0},
         "workers": [WorkerFigures("a" * 16, 2**31 - 1, 1 << 20, 0, 0, {**NO_COUNTS, "hit_exact": 2})],
@@ -53,7 +54,15 @@ def test_the_report_says_what_is_held_and_what_it_saved() -> None:
     assert "2 cold, 0 continued, 1 finish" in text
     assert "4 queue full" in text
     assert "decisions    2 of 16; memory: it may decide again after a crash" in text
+    assert "tier faults  6" in text
     assert "1 worker attached" in text
+
+
+def test_a_tier_that_is_down_is_shown_so() -> None:
+    down = TierFigures(3, 96 << 20, 32 << 20, 256 << 20, is_down=True)
+    text = "\n".join(report(observation(tiers={"disk": down}), now_unix_s=4_661.0))
+    (line,) = [line for line in text.splitlines() if line.startswith("disk")]
+    assert line.split()[-1] == "down"
 
 
 def test_a_worker_whose_pid_is_not_of_this_container_is_shown_all_the_same() -> None:

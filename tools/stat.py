@@ -54,7 +54,9 @@ def report(seen: Observation, now_unix_s: float) -> Iterator[str]:
                 mib(tier.used_bytes),
                 mib(tier.charged_bytes),
                 mib(tier.budget_bytes),
-                f"{(tier.used_bytes + tier.charged_bytes) / tier.budget_bytes:.0%}",
+                "down"
+                if tier.is_down
+                else f"{(tier.used_bytes + tier.charged_bytes) / tier.budget_bytes:.0%}",
             )
             for name, tier in seen.tiers.items()
         ],
@@ -66,6 +68,7 @@ def report(seen: Observation, now_unix_s: float) -> Iterator[str]:
     yield f"dropped      {_counts(seen.dropped) or 'none'}"
     yield f"evictions    {seen.evictions:,}"
     yield f"corrupt rows {seen.corrupt_rows:,}"
+    yield f"tier faults  {seen.tier_faults:,}"
     yield f"decisions    {_decisions(seen.decisions)}"
     yield ""
     yield f"{len(seen.workers)} workers attached" if len(seen.workers) != 1 else "1 worker attached"
