@@ -81,6 +81,7 @@ def test_stat_answers_while_the_coordinator_runs_and_after_it_was_killed(
         "used_bytes": 0,
         "charged_bytes": 0,
         "budget_bytes": 256 << 20,
+        "is_down": False,
     }
     coordinator.kill()
     assert main(["stat", "--namespace", namespace]) == 0
