@@ -553,6 +553,7 @@ class Coordinator:
     def outcomes(self, now: Now) -> list[Reply]:
         """What the lanes have done: publish, free, answer."""
         self._now = now
+        self._note_held()
         for state in self._tiers.values():
             for done in state.lane.outcomes():
                 self._note_fault(state, done)
@@ -650,7 +651,7 @@ class Coordinator:
         self._note_speed(reservation.client, done.slab.head.meta, state.number)
         if reservation.forget < self._forget:
             self._refuse(reservation, handover, "forgotten")  # Its file goes: _take_back.
-        elif any(key == handover.key for key, _ in state.leaving):
+        elif self._is_leaving(state, handover.key):
             # A row of this key left when the link was done already: the removal behind it takes this file.
             self._refuse(reservation, handover, "a row of its key was just leaving")
         else:
@@ -850,6 +851,8 @@ class Coordinator:
 
     def _looked(self, state: TierState, key: bytes, done: Done) -> None:
         """A file without a row is adopted or removed; a row without a file goes."""
+        if self._is_leaving(state, key):
+            return  # the removal behind this look takes the file that it saw
         found = self._index.get(key)
         if done.slab is None:
             if found is not None and found.row.tier == state.number and not done.is_fault:
@@ -1127,6 +1130,9 @@ class Coordinator:
         state.leaving_bytes += slab_bytes
         state.removals += 1
         state.lane.submit(job)
+
+    def _is_leaving(self, state: TierState, key: bytes) -> bool:
+        return any(key == leaving for leaving, _ in state.leaving)
 
     def _set_aside(self, state: TierState, row: Row) -> None:
         state.aside = [(key, size_bytes) for key, size_bytes in state.aside if key != row.key]

@@ -1323,6 +1323,23 @@ def test_a_file_that_has_no_row_gets_one_at_the_sweep(desk: Desk) -> None:
     assert desk.texts(A) == [A]
 
 
+def test_a_file_that_is_looked_at_while_its_row_leaves_gets_no_row_again(desk: Desk) -> None:
+    desk.coordinator.sweep(NOW)
+    desk.lane.step()  # the survey sees no file
+    desk.save(A)
+    desk.coordinator.tick(NOW, 0.0)  # so the row is without one, it seems
+    found = desk.index.get(key_of(A))
+    assert found is not None
+    desk.tell(Drop(**desk.head(1, NO_MAILBOX), key=key_of(A), word=found.word, why="it left"))
+    assert [type(job).__name__ for job in desk.lane.queued] == ["Look", "Remove"]
+    for _ in range(2):
+        desk.lane.step()
+        desk.coordinator.outcomes(NOW)
+        assert not desk.keys()
+    assert not desk.files()
+    desk.check()
+
+
 def test_a_file_that_has_no_row_and_no_room_goes(space: Namespace) -> None:
     desk = Desk(space, slabs=2)
     desk.reserve(B, C)
