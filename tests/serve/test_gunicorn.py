@@ -183,7 +183,8 @@ def test_workers_that_cannot_boot_end_the_server(
     start: Start, kind: str, load: str, code: int, reason: str
 ) -> None:
     server = start(kind, load=load)
-    assert server.process.wait(60) == code
+    # gunicorn's own code is 1 where a second worker fails while the first one ends the server.
+    assert server.process.wait(60) in (code, 1), server.log()
     assert reason in server.log()
 
 
