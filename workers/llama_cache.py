@@ -83,6 +83,7 @@ class SharedLlamaCache(BaseLlamaCache):
             explain_saves=explain_saves,
             audit_rate=audit_rate,
         )
+        self._llm._owned_cache = self._attached  # closed with the Llama
 
     @property
     def cache_size(self) -> int:
@@ -106,7 +107,7 @@ class SharedLlamaCache(BaseLlamaCache):
         """Do nothing: the Llama has saved its row."""
 
     def close(self) -> None:
-        """Let go of the namespace; at the end of the process this happens by itself."""
+        """Let go of the namespace; this happens by itself when the Llama is closed, or the process ends."""
         self._attached.close()
 
 

@@ -17,6 +17,8 @@ from support import Child, Pipe, eventually
 
 from shmcache import Cache
 from shmcache.errors import ConfigError
+from shmcache.observe import observe
+from shmcache.tools.demo import CoordinatorProcess
 from shmcache.workers.llama_cache import SharedLlamaCache
 
 PROMPT = " ".join(f"word{number}" for number in range(60))
@@ -133,6 +135,17 @@ def test_another_cache_ends_the_sharing(
     assert llama.tokenize(PROMPT.encode()) not in shared
     cache.flush(10_000)
     assert cache.connection.reader() is not None
+
+
+def test_the_cache_is_closed_with_its_llama(
+    stock: Any, tiny_models: dict[str, Path], coordinator: CoordinatorProcess, namespace: str
+) -> None:
+    llama = stock(tiny_models["llama"])
+    llama.set_cache(SharedLlamaCache(llama, namespace, gates=SMALL))
+    llama(PROMPT, **ASKED)
+    eventually(lambda: len(observe(namespace).workers) == 1)
+    llama.close()
+    eventually(lambda: not observe(namespace).workers)
 
 
 def test_without_a_coordinator_it_serves(stock: Any, tiny_models: dict[str, Path], namespace: str) -> None:
