@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from shmcache.errors import ConfigError
 from shmcache.workers.serve import desk as desk_module
 from shmcache.workers.serve.board import BOOTING, BOUNDS_S, COUNTERS, FREE, HISTOGRAMS, SERVING, SLOTS, Board
 from shmcache.workers.serve.desk import Desk, EngineDied, Overloaded, ServerStopping
+from shmcache.workers.serve.engine import Engine
 from shmcache.workers.serve.keys import ApiKeys
 from shmcache.workers.serve.line import Line
 from shmcache.workers.serve.requests import BadRequest, read_job, read_lookup
@@ -67,6 +69,20 @@ def test_slots_are_taken_vacated_and_taken_again_and_totals_never_go_back() -> N
     assert again.index == 1
     again.count("answered")
     assert board.total("answered") == 7
+
+
+def test_whoever_has_more_in_hand_than_another_that_serves_is_busier() -> None:
+    board = Board()
+    ours, other, boots = (board.take_slot() for _ in range(3))
+    ours.state = other.state = SERVING
+    assert not ours.is_busier_than_another()
+    ours.begin_run()
+    assert ours.is_busier_than_another()
+    assert not other.is_busier_than_another()
+    other.begin_run()
+    assert not ours.is_busier_than_another(), "one that boots does not count"
+    boots.state = SERVING
+    assert ours.is_busier_than_another()
 
 
 def test_every_word_of_every_slot_is_its_own() -> None:
@@ -275,6 +291,57 @@ def test_a_request_is_not_tried_for_ever_and_a_stream_not_begun_again(said: list
             with pytest.raises(EngineDied):
                 await call.next()
         assert bench.line.take() is None
+
+    asyncio.run(scene())
+
+
+class HeldModels:
+    """Stands in for models: each answer waits until it may come."""
+
+    def __init__(self, may_answer: threading.Event, seats: int) -> None:
+        self._may_answer = may_answer
+        self.seats = [self] * seats
+
+    def hang_up(self, model: str) -> HeldModels:
+        return self
+
+    def begin(self) -> None:
+        """As HangUp."""
+
+    def set(self) -> None:
+        """As HangUp."""
+
+    def answer(self, job: Job, send: Any) -> Done:
+        assert self._may_answer.wait(20)
+        return Done(b"", Usage(1, 1, 1))
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def test_requests_are_spread_over_the_workers_and_then_over_their_contexts() -> None:
+    async def scene() -> None:
+        bench, may_answer = Bench(), threading.Event()
+        slots = [bench.slot, bench.board.take_slot()]
+        lines = [bench.line, copy.copy(bench.line)]
+        lines[1]._out = bench.line._out.dup()  # a loop has one reader for a descriptor; a worker has its own
+        engines = [
+            Engine(line, slot, 4, lambda: HeldModels(may_answer, 4))  # type: ignore[arg-type,return-value]
+            for line, slot in zip(lines, slots, strict=True)
+        ]
+        for engine in engines:
+            await engine.start()
+        calls = [bench.desk.call(JOB) for _ in range(4)]
+        while bench.board.running() < len(calls):
+            await asyncio.sleep(0.001)
+        assert not any(slot.is_busier_than_another() for slot in slots), "two requests each"
+        may_answer.set()
+        for call in calls:
+            assert await call.next() == Done(b"", Usage(1, 1, 1))
+            call.close()
+        for engine in engines:
+            await engine.stop()
+        assert bench.board.running() == 0
 
     asyncio.run(scene())
 

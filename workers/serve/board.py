@@ -80,6 +80,12 @@ class Slot:
         """One of them has ended, in whatever way."""
         self._words[self._at + _OPEN] -= 1
 
+    def is_busier_than_another(self) -> bool:
+        """Whether another worker that serves has fewer requests in hand."""
+        states, running = (self._words[word::SLOT_WORDS].tolist() for word in (_STATE, _RUNNING))
+        ours = running[self.index]
+        return any(state == SERVING and theirs < ours for state, theirs in zip(states, running, strict=True))
+
     def begin_run(self) -> None:
         """The engine has one more request in hand."""
         self._words[self._at + _RUNNING] += 1

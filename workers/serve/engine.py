@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SEND_S = 10.0  # how long a desk may take to read the rest of an answer: it always reads at once
+GIVE_WAY_S = 0.002
+GIVE_WAY_TIMES = 10  # a worker that hangs is not waited for longer
 
 _Result = TypeVar("_Result")
 
@@ -86,11 +88,19 @@ class Engine:
                 seat = await self._free.get()
                 if (connection := await self._next()) is None:
                     break
+                self._slot.begin_run()
                 under_way.create_task(self._serve(seat, connection))
 
     async def _next(self) -> socket.socket | None:
-        """The next connection of the line; None once this engine stops."""
+        """The next connection of the line; None once this engine stops.
+
+        One that has more in hand than another gives that one time to take it.
+        """
         while not self._stopping:
+            for _ in range(GIVE_WAY_TIMES):
+                if not self._slot.is_busier_than_another():
+                    break
+                await asyncio.sleep(GIVE_WAY_S)
             if (connection := self._line.take()) is not None:
                 return connection
             await self._until_somebody_waits()
@@ -106,6 +116,7 @@ class Engine:
             except Exception:
                 log.exception("a request was lost")
             finally:
+                self._slot.end_run()
                 self._free.put_nowait(seat)
 
     async def _speak(self, seat: int, connection: socket.socket) -> None:
@@ -140,11 +151,9 @@ class Engine:
         hang_up = seat.hang_up(job.model)
         hang_up.begin()  # before anybody can set it
         watch = asyncio.create_task(_until_closed(reader, hang_up))
-        self._slot.begin_run()
         try:
             reply = await self._in_thread(number, lambda: seat.answer(job, send))
         finally:
-            self._slot.end_run()
             watch.cancel()
         if isinstance(reply, Done):
             for name in reply.usage.__struct_fields__:
