@@ -86,7 +86,7 @@ class Side:
     async def _ask(self, client: int, number: int) -> float:
         chat = self.chats[client]
         chat.append({"role": "user", "content": self.questions[client][number]})
-        began_s, first_s, reply = time.perf_counter(), LOST_S, ""
+        began_s, first_s, reply = time.perf_counter(), 0.0, ""
         try:
             stream: Any = await self.client.chat.completions.create(
                 model="model",
@@ -100,8 +100,10 @@ class Side:
                 if text and not reply:
                     first_s = time.perf_counter() - began_s
                 reply += text or ""
+            first_s = first_s or time.perf_counter() - began_s  # the model's first word was its last
         except openai.OpenAIError:
             self.failed += 1
+            first_s = LOST_S
         chat.append({"role": "assistant", "content": reply})
         return first_s
 
