@@ -111,10 +111,13 @@ class CacheStatistics(msgspec.Struct, frozen=True):
 class Hit:
     """A published row whose text is a prefix of the prompt: mapped or read, and verified."""
 
+    # Few objects, close together: a hit on one of thousands finds none of them in the processor's cache.
+    __slots__ = ("_connection", "_slab", "_touch", "found", "image", "opened_us")
+
     def __init__(self, cache: Cache, found: Found, slab: MappedSlab | ReadSlab) -> None:
+        self._connection = cache.connection
         self._slab = slab
         self._touch = found.touch
-        self._note = cache.connection.used
         self.found = found
         self.image = slab.image
         self.opened_us = 0  # that mapping or reading it took; whoever counts that sets it to 0
@@ -122,7 +125,7 @@ class Hit:
     def use(self, counter: HitCounter | None = None) -> None:
         """Note that the row was restored, which keeps it warm; and count the hit, if it is told how."""
         self._slab.used = next(_uses)
-        self._note(self._touch, COUNTER_INDEX[counter] if counter is not None else None)
+        self._connection.used(self._touch, COUNTER_INDEX[counter] if counter is not None else None)
 
     def close(self) -> None:
         """The image is not looked at any more. A mapping stays with the cache, a buffer goes back."""

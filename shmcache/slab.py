@@ -102,6 +102,8 @@ class MappedSlab:
     used says when it was used last, by a number that grows with each use.
     """
 
+    __slots__ = ("_mapping", "image", "size_bytes", "used")
+
     def __init__(self, mapping: Mapping) -> None:
         """Parse and sum. Raises CorruptSlab; the mapping is closed then."""
         self._mapping = mapping
