@@ -483,8 +483,12 @@ class Cache:
         Ends early when the save of that key has ended without a row, and when there is no coordinator.
         """
         reader = self.connection.reader()
-        if reader is None or timeout_ms <= 0 or reader.get(key) is not None:
-            return reader is not None and reader.get(key) is not None
+        if reader is None:
+            return False
+        if reader.get(key) is not None:
+            return True
+        if timeout_ms <= 0:
+            return False
         answer = self.connection.ask(
             lambda head: protocol.Await(**head, key=key, unannounced=True), timeout_ms * 1_000_000
         )

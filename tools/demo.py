@@ -114,7 +114,8 @@ class AgentWorker:
                     self.reply.append(token)
                     yield token
 
-        if settings.get("explain_saves", False):
+        explain_saves = settings.get("explain_saves", False)
+        if explain_saves:
             log_to_stderr()
         self._cache = attach(settings["namespace"])
         self._llama = Recorder(
@@ -123,7 +124,7 @@ class AgentWorker:
             n_ctx=N_CTX,
             n_threads=place.threads,
             n_threads_batch=place.threads,
-            explain_saves=settings.get("explain_saves", False),
+            explain_saves=explain_saves,
             verbose=False,
         )
 
