@@ -41,7 +41,7 @@ from typing import Any
 import laya
 import laya.router
 
-from bench.harness import Options, Row, compared, timed
+from bench.harness import Options, Row, compared, timed, typical
 from shmcache.decisions import DecisionCache, DetectionMemo, MemoryStore, SqliteStore
 from shmcache.decisions.codec import decode, encode
 from shmcache.decisions.key import Facts, KeyMaker
@@ -50,6 +50,7 @@ from shmcache.decisions.table import segment_bytes
 from shmcache.tools.clean import remove
 
 HELD = 100_000
+ADDS = 960
 LARGER_BYTES = 4 << 20
 SIZES = (140, 2_000, 20_000)
 SEED_KEY_US = {140: 15.6, 2_000: 22.0, 20_000: 83.5}
@@ -248,7 +249,7 @@ def rows(options: Options) -> Iterable[Row]:
 def _world() -> Any:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shmcache-bench-")))
-        namespace = stack.enter_context(_coordinator(directory / "ours.sqlite3", HELD + 8_192))
+        namespace = stack.enter_context(_coordinator(directory / "ours.sqlite3", HELD + 65_536))
         yield World(directory, namespace)
 
 
@@ -330,20 +331,29 @@ def _adds(world: World, options: Options) -> Iterable[Row]:
     def fresh(count: int) -> list[bytes]:
         return [os.urandom(16) for _ in range(count)]
 
-    def ours(count: int) -> float:
-        return _each(lambda key: world.store.add(key, value, world.expires), fresh(count))()
+    def one_each(add: Callable[..., Any], count: int) -> float:
+        return _each(lambda key: add(key, value, world.expires), fresh(count))()
 
-    def peer(count: int) -> float:
-        return _each(lambda key: world.seed.add(key, value, world.expires), fresh(count))()
+    def typical_of(add: Callable[..., Any]) -> float:
+        keys = fresh(ADDS)
+        return typical(lambda number: add(keys[number], value, world.expires), ADDS)
 
-    def batch() -> float:
-        items = [(key, value, world.expires) for key in fresh(64)]
-        return timed(lambda: world.store.add_many(items), 64)
+    def batches() -> float:
+        items = [(key, value, world.expires) for key in fresh(ADDS)]
+        parts = [items[start : start + 64] for start in range(0, ADDS, 64)]
+        return _each(world.store.add_many, parts)() / 64
 
-    sides = (lambda: ours(100), lambda: peer(100))
+    def peer() -> float:
+        return one_each(world.seed.add, ADDS)
+
+    ours, theirs = world.store.add, world.seed.add
+    sides = (lambda: one_each(ours, ADDS), peer)
     yield compared("add_vs_sqlite_normal", "us", "one transaction, NORMAL", sides, options.repeats)
-    batches = (batch, lambda: peer(64))
-    yield compared("add_batch64_vs_sqlite_normal", "us", "one transaction each", batches, options.repeats)
+    sides = (lambda: typical_of(ours), lambda: typical_of(theirs))
+    yield compared("typical_add_vs_sqlite_normal", "us", "one transaction, NORMAL", sides, options.repeats)
+    yield compared(
+        "add_batch64_vs_sqlite_normal", "us", "one transaction each", (batches, peer), options.repeats
+    )
 
 
 def _bytes(world: World) -> Iterable[Row]:

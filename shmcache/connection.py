@@ -117,6 +117,7 @@ class Connection:
         self._page: WorkerPage | None = None
         self._queue: RequestQueue | None = None
         self._look_again_ns = self._cleaned_look_ns = 0
+        self._answered_ns = -_LOOK_AT_LOCK_NS
         self._counts = [0] * len(COUNTERS)
         self._unnamed_bytes = 0
         self._faults_logged: set[tuple[str, type]] = set()
@@ -132,6 +133,14 @@ class Connection:
         view, control = self._view, self._control
         if view is not None and control is not None and control.words[EPOCH_WORD] == view.epoch:
             return view.reader()
+        view = self._attach()
+        return view.reader() if view is not None else None
+
+    def _current(self) -> _View | None:
+        """The view of the current epoch, as reader()."""
+        view, control = self._view, self._control
+        if view is not None and control is not None and control.words[EPOCH_WORD] == view.epoch:
+            return view
         return self._attach()
 
     def holds(self, found: Found) -> bool:
@@ -161,11 +170,9 @@ class Connection:
 
     def decisions(self) -> TableReader | None:
         """The current decision table, as reader()."""
-        view, control = self._view, self._control
-        if view is None or control is None or control.words[EPOCH_WORD] != view.epoch:
-            view = self._view if self._attach() is not None else None
-            if view is None:
-                return None
+        view = self._current()
+        if view is None:
+            return None
         table = view.decisions
         return table if table is not None else view.read_decisions(self._page)
 
@@ -200,7 +207,7 @@ class Connection:
         """The forget number under which a sequence begins now; 0 without a coordinator."""
         return self._control.forget if self._control is not None else 0
 
-    def _attach(self) -> IndexReader | None:
+    def _attach(self) -> _View | None:
         """Look for the current epoch, at most once a second while there is nothing to find (I2)."""
         with self._lock:
             now_ns = time.monotonic_ns()
@@ -218,8 +225,7 @@ class Connection:
             self._view, self._decide = view, _NO_DECISIONS
             if view is None:
                 self._look_again_ns = now_ns + _LOOK_AGAIN_NS
-                return None
-            return view.reader()
+            return view
 
     def _current_view(self) -> _View | None:
         """The view of the current epoch, mapped anew where it has moved; None where there is none."""
@@ -338,11 +344,11 @@ class Connection:
     def _ask_once(
         self, make: Callable[[Head], AnyRequest], mailbox: int, deadline_ns: int
     ) -> AnyReply | None:
-        reader = self.reader()  # attaches, or remaps
-        worker_page, control = self._page, self._control
-        if reader is None or worker_page is None or control is None:
+        # _current() attaches, or remaps.
+        if self._current() is None or (worker_page := self._page) is None or self._control is None:
             self.count("save_dropped_no_coordinator")
             return None
+        control = self._control
         worker_page.prepare_wait(mailbox)
         sent = self._send(make, mailbox, deadline_ns)
         if sent is None:
@@ -352,10 +358,12 @@ class Connection:
             while (now_ns := time.monotonic_ns()) < deadline_ns:
                 until_ns = min(deadline_ns, now_ns + _LOOK_AT_LOCK_NS)
                 body = worker_page.wait(mailbox, sent["request"], until_ns)
-                epoch = control.words[EPOCH_WORD]
-                is_over = body is not None or not control.coordinator_lives() or epoch != sent["epoch"]
                 if body is not None:
+                    is_over = True
+                    self._answered_ns = now_ns
                     return _decoded(body)
+                epoch = control.words[EPOCH_WORD]
+                is_over = not control.coordinator_lives() or epoch != sent["epoch"]
                 if is_over:
                     # Killed and started again between two looks, the next one knows nothing of us.
                     return Stale(epoch) if epoch != sent["epoch"] else None
@@ -388,25 +396,36 @@ class Connection:
     def _send(self, make: Callable[[Head], AnyRequest], mailbox: int, deadline_ns: int) -> Head | None:
         """Send under the current epoch; how the message began, or None if nothing was sent.
 
-        Not to a coordinator that is down: nobody would answer, and its queue would be full of the past.
+        Not to a coordinator that is down: nobody would answer, and its queue would be full of the past. One
+        that has answered a moment ago is not asked for by a system call.
         """
-        control = self._control if self.reader() is not None else None
-        view = self._view
-        if control is None or view is None or not control.coordinator_lives():
+        view = self._current()
+        control = self._control
+        if (
+            view is None
+            or control is None
+            or (
+                time.monotonic_ns() - self._answered_ns > _LOOK_AT_LOCK_NS and not control.coordinator_lives()
+            )
+        ):
             self.look_whether_cleaned()
             if mailbox != NO_MAILBOX:
                 self.count("save_dropped_no_coordinator")
             return None
-        with self._lock:
-            if self._queue is None:
-                self._queue = RequestQueue(self.names)
-            request = next(self._request_ids)
+        queue = self._queue or self._open_queue()
+        request = next(self._request_ids)
         head = Head(epoch=view.epoch, client=self.client, mailbox=mailbox, request=request)
-        if not self._queue.send(protocol.encode(make(head)), deadline_ns):
+        if not queue.send(protocol.encode(make(head)), deadline_ns):
             if mailbox != NO_MAILBOX:
                 self.count("save_dropped_queue_full")
             return None
         return head
+
+    def _open_queue(self) -> RequestQueue:
+        with self._lock:
+            if self._queue is None:
+                self._queue = RequestQueue(self.names)
+            return self._queue
 
     def look_whether_cleaned(self) -> None:
         """Start over where the control page is not the namespace's any more (tools.clean); once a second."""

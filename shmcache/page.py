@@ -11,6 +11,7 @@
     56     8     mapped    worker       bytes of slabs that it keeps mapped
     64     8     orphaned  worker       those of them whose row has left
     72     8     decided   worker       the head of the second ring
+    128    128   asleep    worker       one word for each mailbox: 1 while its reader sleeps
     512    1024  counters  worker       one word for each name in COUNTERS
     4096   8192  ring      worker       1,024 touch words: slot | generation << 32
     12288  65536 mailboxes coordinator  16 of 4,096 bytes:
@@ -31,6 +32,9 @@ Invariants
 Leans on
     A forked child that closes the descriptor does not free the lock of its parent; one that keeps
     it keeps the lock alive, hence the at-fork hook in client.
+    A reader says that it sleeps before it looks for the last time, and a reply is there before its writer
+    looks whether anybody sleeps: one of the two sees the other, as long as neither look passes the store
+    before it. Both sides see to that; where it fails, the reader looks again by itself (connection).
     A FIFO opened for reading and writing never reports a hang-up; its bytes stay until read; a write
     to one that nobody reads fails with EPIPE or ENXIO.
 Leaves out: the meaning of messages (protocol).
@@ -43,6 +47,7 @@ import os
 import select
 import stat
 import struct
+import threading
 import time
 from enum import IntEnum
 
@@ -63,13 +68,14 @@ SIZE_BYTES = DECISION_RING_OFFSET + 8 * RING_WORDS
 OUTBOX_BYTES = (1 << 20) + 65_536
 """An outbox takes the largest decision, or a batch of ordinary ones."""
 
-LOOK_ON_NS = 100_000
+LOOK_ON_NS = 250_000
 _WAITS_WITHOUT_LOOK = 16
 
 _FIFO_BYTES = 65_536  # all that a FIFO holds
 _MAGIC = int.from_bytes(b"shmcpag2", "little")
 _COUNTER_WORD = 512 // 8
 _RING_WORD = 4096 // 8
+_ASLEEP_WORD = 128 // 8
 _DECISION_RING_WORD = DECISION_RING_OFFSET // 8
 _RING_READABLE = RING_WORDS - 1  # the oldest one may be in the middle of being overwritten
 _REPLY_HEAD = struct.Struct("<II")
@@ -125,7 +131,7 @@ def restore_counters(*, on_disk: bool) -> tuple[str, str]:
 
 COUNTER_INDEX = {name: index for index, name in enumerate(COUNTERS)}
 
-LAYOUT = crc32c(repr((2, SIZE_BYTES, MAILBOXES, MAILBOX_BYTES, RING_WORDS, COUNTERS)).encode())
+LAYOUT = crc32c(repr((3, SIZE_BYTES, MAILBOXES, MAILBOX_BYTES, RING_WORDS, COUNTERS)).encode())
 
 
 class Word(IntEnum):
@@ -260,31 +266,43 @@ class WorkerPage(_PageView):
     def wait(self, mailbox: int, request: int, deadline_ns: int) -> bytes | None:
         """Wait for a reply until a time.monotonic_ns() deadline; None when it has passed.
 
-        Look, poll, read empty, look again: a byte that arrives between two looks is never lost,
-        and an old byte costs one more look. Before that we look on for a moment, which is what most
-        answers take: to be woken takes longer. Where that was in vain, the next waits do without.
+        At first we look on for a moment, which is what most answers take: to be woken takes longer. Where
+        that was in vain, the next waits do without.
         """
-        fd = self._fifos[mailbox]
-        word = (MAILBOX_OFFSET + mailbox * MAILBOX_BYTES) // 8
         if self._waits_without_look > 0:  # two threads at once may count one too many
             self._waits_without_look -= 1
-        else:
-            until_ns = min(deadline_ns, time.monotonic_ns() + LOOK_ON_NS)
-            while (is_missing := self.words[word] != request) and time.monotonic_ns() < until_ns:
-                os.sched_yield()  # where we share a core, the answer needs it
-            if is_missing:
+            return self._sleep(mailbox, request, deadline_ns)
+        words, word = self.words, (MAILBOX_OFFSET + mailbox * MAILBOX_BYTES) // 8
+        until_ns = min(deadline_ns, time.monotonic_ns() + LOOK_ON_NS)
+        while words[word] != request:
+            if time.monotonic_ns() >= until_ns:
                 self._waits_without_look = _WAITS_WITHOUT_LOOK
+                break
+            os.sched_yield()  # where we share a core, the answer needs it
+        body = self.reply(mailbox, request)
+        return body if body is not None else self._sleep(mailbox, request, deadline_ns)
+
+    def _sleep(self, mailbox: int, request: int, deadline_ns: int) -> bytes | None:
+        """Say that we sleep, look, poll, read empty, look again.
+
+        A byte that arrives between two looks is never lost, and an old byte costs one more look.
+        """
+        fd = self._fifos[mailbox]
         poll = select.poll()
         poll.register(fd, select.POLLIN)
-        while True:
-            if (body := self.reply(mailbox, request)) is not None:
-                return body
-            left_ns = deadline_ns - time.monotonic_ns()
-            if left_ns <= 0:
-                return None
-            poll.poll(max(1, left_ns // 1_000_000))
-            with contextlib.suppress(BlockingIOError):
-                os.read(fd, _FIFO_BYTES)
+        self.words[_ASLEEP_WORD + mailbox] = 1
+        try:
+            os.sched_yield()  # the kernel is entered between our word and our look: neither passes the other
+            while (body := self.reply(mailbox, request)) is None:
+                left_ns = deadline_ns - time.monotonic_ns()
+                if left_ns <= 0:
+                    return None
+                poll.poll(max(1, left_ns // 1_000_000))
+                with contextlib.suppress(BlockingIOError):
+                    os.read(fd, _FIFO_BYTES)
+            return body
+        finally:
+            self.words[_ASLEEP_WORD + mailbox] = 0
 
     def close_in_child(self) -> None:
         """In a forked child: let the parent's lock go with the parent, and touch nothing else."""
@@ -342,6 +360,7 @@ class ClientPage(_PageView):
         except BaseException:
             os.close(self._fd)
             raise
+        self._barrier = threading.Lock()  # to take it orders our stores before it and our loads after it
         self._rows = _Ring(self.words, Word.TOUCHES, _RING_WORD)
         self._decisions = _Ring(self.words, Word.DECISION_TOUCHES, _DECISION_RING_WORD)
 
@@ -373,17 +392,20 @@ class ClientPage(_PageView):
             return b""
         return os.pread(self._fd, length, SIZE_BYTES + offset)
 
-    def send(self, mailbox: int, request: int, body: bytes) -> bool:
-        """Put a reply into a mailbox and wake its reader; False if nobody reads there any more.
+    def send(self, mailbox: int, request: int, body: bytes) -> None:
+        """Put a reply into a mailbox, and wake its reader.
 
-        1. body  2. length and checksum  3. request id  4. the byte in the FIFO.
+        1. body  2. length and checksum  3. request id  4. the byte in the FIFO, if its reader sleeps.
         """
         start = MAILBOX_OFFSET + mailbox * MAILBOX_BYTES
         view = self._mapping.bytes
         view[start + BODY_OFFSET : start + BODY_OFFSET + len(body)] = body  # 1
         view[start + 8 : start + BODY_OFFSET] = _REPLY_HEAD.pack(len(body), crc32c(body))  # 2
         self.words[start // 8] = request  # 3
-        return self.wake(mailbox)  # 4
+        with self._barrier:
+            is_asleep = self.words[_ASLEEP_WORD + mailbox]
+        if is_asleep:
+            self.wake(mailbox)  # 4
 
     def wake(self, mailbox: int) -> bool:
         """One byte into the mailbox's FIFO; a full FIFO is awake already.

@@ -266,7 +266,7 @@ def test_a_reply_arrives_whatever_its_length(worker: WorkerPage, seen: ClientPag
     worker.prepare_wait(0)
     for request, body in enumerate((b"", b"x", os.urandom(BODY_BYTES)), start=1):
         assert worker.reply(0, request) is None
-        assert seen.send(0, request, body)
+        seen.send(0, request, body)
         assert worker.wait(0, request, deadline()) == body
 
 
@@ -274,7 +274,7 @@ def test_mailboxes_do_not_touch_each_other(worker: WorkerPage, seen: ClientPage)
     bodies = {mailbox: os.urandom(BODY_BYTES) for mailbox in range(MAILBOXES)}
     for mailbox, body in bodies.items():
         worker.prepare_wait(mailbox)
-        assert seen.send(mailbox, 77, body)
+        seen.send(mailbox, 77, body)
     assert {mailbox: worker.reply(mailbox, 77) for mailbox in range(MAILBOXES)} == bodies
 
 
@@ -327,6 +327,28 @@ def test_no_wake_is_lost_between_looking_and_polling(
     assert looks == [None, b"between"]
 
 
+def test_whoever_sleeps_is_woken_and_whoever_looks_needs_no_byte(
+    worker: WorkerPage, seen: ClientPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.prepare_wait(0)
+    woken: list[int] = []
+    wake = seen.wake
+
+    def counted(mailbox: int) -> bool:
+        woken.append(mailbox)
+        return wake(mailbox)
+
+    monkeypatch.setattr(seen, "wake", counted)
+    answering = threading.Timer(0.05, seen.send, (0, 1, b"to a sleeper"))
+    answering.start()
+    assert worker.wait(0, 1, deadline()) == b"to a sleeper"
+    answering.join()
+    assert woken == [0]
+    seen.send(0, 2, b"to nobody")
+    assert worker.wait(0, 2, deadline()) == b"to nobody"
+    assert woken == [0]
+
+
 def test_an_old_byte_costs_one_more_look_and_nothing_else(worker: WorkerPage, seen: ClientPage) -> None:
     worker.prepare_wait(0)
     for _ in range(3):
@@ -340,23 +362,23 @@ def test_a_full_fifo_is_awake_already(worker: WorkerPage, seen: ClientPage) -> N
     worker.prepare_wait(0)
     while seen.wake(0) and len(select.select([], [seen._fifos[0]], [], 0)[1]):
         pass
-    assert seen.send(0, 1, b"x")
-    assert worker.wait(0, 1, deadline()) == b"x"
+    assert seen.wake(0)
+    assert worker.wait(0, 1, time.monotonic_ns() + 30_000_000) is None
 
 
 def test_nobody_reads_where_no_fifo_is_or_its_reader_is_gone(space: Namespace) -> None:
     made = WorkerPage(space.names, CLIENT)
     seen = ClientPage(space.names, CLIENT)
-    assert not seen.send(0, 1, b"x"), "no FIFO yet"
+    assert not seen.wake(0), "no FIFO yet"
     made.prepare_wait(0)
     made.prepare_wait(0)
     made.prepare_wait(1)
-    assert seen.send(0, 1, b"x")
+    assert seen.wake(0)
     for fd in made._fifos.values():
         os.close(fd)
     made._fifos.clear()
-    assert not seen.send(0, 2, b"x"), "a FIFO that was open"
-    assert not seen.send(1, 2, b"x"), "a FIFO that was not"
+    assert not seen.wake(0), "a FIFO that was open"
+    assert not seen.wake(1), "a FIFO that was not"
     seen.wake_all()
     made.close()
     seen.unlink()

@@ -10,8 +10,8 @@ Readers: nobody; workers read the table.
 Invariants
     I1  The first decision wins: a key that lives in the table or is pending keeps its value.
     I2  What is not committed is seen by nobody (with durability `memory`: it is seen at once).
-    I3  What leaves the table leaves the database with the next commit, so max_rows bounds both, and a
-        miss never asks the disk.
+    I3  What leaves the table leaves the database by the next tick, or with GONE_TOGETHER others before, so
+        max_rows bounds both, and a miss never asks the disk. What somebody deletes leaves before the answer.
     I4  A waiter of a key gets one answer: when the key is decided, released, overtaken or deleted.
     I5  handle() has no clock of its own: time is an argument. A life ends at a boot-time instant that is
         fixed when it is added; Unix time is for the database and for people.
@@ -26,6 +26,7 @@ import random
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 from crc32c import crc32c
@@ -62,6 +63,9 @@ from shmcache.slots import Entry
 CLOCK_SLACK_MS = 60_000
 """A record that was written more than this in the future is of a clock that was wrong: expired."""
 
+GONE_TOGETHER = 64
+"""So many decisions at most are in the database and not in the table any more, and for a tick (I3)."""
+
 DURABILITY_NUMBER: dict[Durability, int] = {"memory": 0, "commit": 1, "full": 2}
 _SLOTS_A_TICK = 512
 _VERDICT_STATS: dict[AddVerdict, str] = {
@@ -85,22 +89,31 @@ class _Adding(msgspec.Struct):
     """An Add that waits for commits. reply is None where none is wanted."""
 
     reply: Reply | None
-    request: Add
     verdicts: list[AddVerdict]
     left: int
 
 
 class _Pending(msgspec.Struct):
-    """A key that is being committed; those who added it, the first one first.
+    """A key that is being committed; those who added it and wait, the first one first.
 
     is_new: the table had no entry of this key, and gets none before this one.
     """
 
     record: Record
     ends_ns: int
-    waiters: list[tuple[_Adding, int]]
     is_new: bool
     is_deleted: bool = False
+    waiters: list[tuple[_Adding, int]] = []
+
+
+class Commits(Protocol):
+    """How batches are committed, in their order (db.Committer)."""
+
+    def submit(self, batch: Batch) -> None:
+        """Have it committed; committed() tells when."""
+
+    def commit_at_once(self, batch: Batch) -> str | None:
+        """Commit it now: why that failed, or nothing; None where it is to be submitted instead."""
 
 
 class Arbiter:
@@ -111,7 +124,7 @@ class Arbiter:
         table: TableWriter,
         clear: int,
         durability: Durability,
-        submit: Callable[[Batch], None] | None,
+        commits: Commits | None,
         set_clear: Callable[[int], None],
     ) -> None:
         """Nothing is loaded yet.
@@ -120,19 +133,19 @@ class Arbiter:
             table: an empty table.
             clear: the control page's clear number.
             durability: memory acknowledges before the commit.
-            submit: to the committer; None where there is no database.
+            commits: None where there is no database.
             set_clear: writes the control page's clear number.
         """
         self._table = table
         self._epoch = table.epoch
         self._clear = clear
-        self._waits_for_commit = durability != "memory" and submit is not None
-        self._submit = submit
+        self._waits_for_commit = durability != "memory" and commits is not None
+        self._commits = commits
         self._set_clear = set_clear
         self._claims = Claims()
         self._order = UseOrder(table.slots, 1)
         self._pending: dict[bytes, _Pending] = {}
-        self._committing: dict[int, tuple[list[bytes], list[Reply]]] = {}
+        self._committing: dict[int, tuple[list[bytes], Reply | None]] = {}
         self._numbers = 0
         self._sequence = 0
         self._records: list[Record] = []
@@ -147,8 +160,8 @@ class Arbiter:
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._swept = 0
         table.set_stat("max_rows", table.max_rows)
-        table.set_stat("durability", DURABILITY_NUMBER[durability] if submit is not None else 0)
-        table.set_stat("is_down", submit is None)
+        table.set_stat("durability", DURABILITY_NUMBER[durability] if commits is not None else 0)
+        table.set_stat("is_down", commits is None)
 
     # ---- messages
 
@@ -156,10 +169,10 @@ class Arbiter:
         """Answer one message; `outbox` copies from its sender's page. Never raises for what it may hold."""
         if request.epoch != self._epoch:
             self._answer(request, Stale(self._epoch))
+        elif isinstance(request, Add):
+            self._add(request, outbox, now)
         else:
             match request:
-                case Add():
-                    self._add(request, outbox, now)
                 case protocol.Claim():
                     self._answer(request, self._claim(request, now))
                 case AwaitClaims():
@@ -212,16 +225,67 @@ class Arbiter:
             self._waiters.setdefault(busy[0], []).append(reply)
 
     def _add(self, request: Add, outbox: Callable[[int, int], bytes], now: Now) -> None:
+        """Judge each item, commit what is new, then publish it: at once, or when the committer says so."""
         items = self._items(request, outbox)
         verdicts: list[AddVerdict] = ["failed"] * len(items)
-        adding = _Adding(self._park(request, Added(verdicts)), request, verdicts, len(items))
-        self._counts["adds"] += len(items)
+        undecided: list[tuple[int, bytes]] = []  # position, and a key that is new or pending
+        new: dict[bytes, _Pending] = {}
+        entry_of, pending, boot_ns = self._table.entry, self._pending, now.boot_ns
         for position, item in enumerate(items):
-            verdict = self._add_one(adding, position, item, now)
-            if verdict is not None:
+            key = item.key
+            entry = entry_of(key)
+            if entry is not None and not ended(entry, boot_ns):
+                verdicts[position] = "held"  # also of an ended claim: somebody else's decision ended it
+            elif request.clear < self._clear or (request.claim and not self._holds(request.claim, key)):
+                verdicts[position] = "ended"
+            elif key in pending or key in new:
+                undecided.append((position, key))
+            elif self._table.could_fit(item.value):
+                undecided.append((position, key))
+                new[key] = _Pending(*self._record(key, item.value, item.ttl_ms, now), entry is None)
+            else:
+                verdicts[position] = "too_large"
+        self._counts["adds"] += len(items)
+        why = self._commit_new(new) if undecided else ""
+        if why is None:
+            self._wait_for_commits(request, verdicts, undecided)
+            return
+        outcomes = {key: self._conclude(one, why, now) for key, one in new.items()}
+        for position, key in undecided:
+            verdicts[position] = outcomes[key]
+            if outcomes[key] == "stored":
+                outcomes[key] = "held"  # to whoever named it a second time
+        for verdict in verdicts:
+            self._counts[_VERDICT_STATS[verdict]] += 1
+        self._answer(request, Added(verdicts))
+        if self._records:
+            self._commit()  # with durability `memory`
+
+    def _commit_new(self, new: dict[bytes, _Pending]) -> str | None:
+        """Why the records of now could not be committed, or nothing; None where that has to be waited for."""
+        if not self._waits_for_commit or self._commits is None:
+            return ""
+        if new:
+            # What had to leave for others waits for company: with a deletion a commit takes twice the time.
+            batch = self._take_batch(with_gone=len(self._gone) >= GONE_TOGETHER)
+            why = self._commits.commit_at_once(batch) if not self._pending else None
+            if why is not None:
+                self._note_commit(batch, why)
+                return why
+            self._pending.update(new)
+            self._give(batch, list(new))
+        return None
+
+    def _wait_for_commits(
+        self, request: Add, verdicts: list[AddVerdict], undecided: list[tuple[int, bytes]]
+    ) -> None:
+        adding = _Adding(self._park(request, Added(verdicts)), verdicts, len(verdicts))
+        waiting = dict(undecided)
+        for position, verdict in enumerate(verdicts):
+            if (key := waiting.get(position)) is not None:
+                self._pending[key].waiters.append((adding, position))
+            else:
                 self._settle(adding, position, verdict)
-        if not items:
-            self._reply_if_parked(adding.reply)
 
     def _items(self, request: Add, outbox: Callable[[int, int], bytes]) -> Sequence[Item]:
         """The items here, or a copy of those in the sender's page; none if they are not what was said."""
@@ -234,25 +298,6 @@ class Arbiter:
             return decode_items(content)
         except msgspec.MsgspecError:
             return []
-
-    def _add_one(self, adding: _Adding, position: int, item: Item, now: Now) -> AddVerdict | None:
-        """The verdict, or None where it comes with the commit."""
-        request, key = adding.request, item.key
-        entry = self._table.entry(key)
-        if entry is not None and not ended(entry, now.boot_ns):
-            return "held"  # also where the claim has ended: somebody else's decision ended it
-        if request.clear < self._clear or (request.claim and not self._holds(request.claim, key)):
-            return "ended"
-        if (pending := self._pending.get(key)) is not None:
-            pending.waiters.append((adding, position))
-            return None
-        if not self._table.could_fit(item.value):
-            return "too_large"
-        record, ends_ns = self._record(key, item.value, item.ttl_ms, now)
-        if not self._waits_for_commit:
-            return "stored" if self._publish(record, ends_ns, now, entry) else "too_large"
-        self._pending[key] = _Pending(record, ends_ns, [(adding, position)], entry is None)
-        return None
 
     def _renew(self, request: Renew, now: Now) -> Deleted:
         entry = self._living(request.key, now)
@@ -319,14 +364,18 @@ class Arbiter:
         What leaves the table for it leaves the database with the next batch; so does what should have left
         with one that failed.
         """
-        keys, answers = self._committing.pop(batch.number)
-        self._counts["commits"] += 1
-        if why:
-            self._gone.extend(batch.deleted)
+        keys, answer = self._committing.pop(batch.number)
+        self._note_commit(batch, why)
         for key in keys:
-            self._conclude(key, self._pending.pop(key), why, now)
-        for answer in answers:
-            self._reply_if_parked(answer)
+            pending = self._pending.pop(key)
+            verdict = self._conclude(pending, why, now)
+            for adding, position in pending.waiters:
+                self._settle(adding, position, verdict)
+                if verdict == "stored":
+                    verdict = "held"  # to everybody but the first
+            if key in self._waiters:
+                self._wake(key)
+        self._reply_if_parked(answer)
         return self._take_replies()
 
     def client_gone(self, client: int) -> list[Reply]:
@@ -372,21 +421,15 @@ class Arbiter:
 
     # ---- deciding
 
-    def _conclude(self, key: bytes, pending: _Pending, why: str, now: Now) -> None:
+    def _conclude(self, pending: _Pending, why: str, now: Now) -> AddVerdict:
+        """Its commit has ended: into the table, unless it failed or was deleted meanwhile."""
         if why:
-            verdict: AddVerdict = "failed"
-        elif pending.is_deleted:
-            verdict = "ended"
-        else:
-            replaced = None if pending.is_new else self._table.entry(key)
-            is_stored = self._publish(pending.record, pending.ends_ns, now, replaced)
-            verdict = "stored" if is_stored else "too_large"
-        (first, position), *others = pending.waiters
-        self._settle(first, position, verdict)
-        for adding, position in others:
-            self._settle(adding, position, "held" if verdict == "stored" else verdict)
-        if key in self._waiters:
-            self._wake(key)
+            return "failed"
+        if pending.is_deleted:
+            return "ended"
+        replaced = None if pending.is_new else self._table.entry(pending.record.key)
+        is_stored = self._publish(pending.record, pending.ends_ns, now, replaced)
+        return "stored" if is_stored else "too_large"
 
     def _publish(self, record: Record, ends_ns: int, now: Now, replaced: Entry | None) -> bool:
         """Into the table, for which others may leave; where there is no room at all, its record goes.
@@ -498,21 +541,34 @@ class Arbiter:
         self._commit_batch(answer=self._park(request, body))
 
     def _commit_batch(self, *, forget_all: bool = False, answer: Reply | None = None) -> None:
-        """Everything that has changed since the last one."""
-        answers = [answer] if answer is not None else []
-        records, deleted = self._records, self._gone
+        """Everything that has changed since the last one, and nothing that anybody waits to see."""
+        batch = self._take_batch(forget_all=forget_all)
+        if not self._give(batch, [], answer):
+            self._reply_if_parked(answer)
+
+    def _take_batch(self, *, with_gone: bool = True, forget_all: bool = False) -> Batch:
+        records, deleted = self._records, self._gone if with_gone else []
+        self._records = []
         if deleted:
+            self._gone = []
             # Deletions come before records: what came and went since the last commit is neither.
             gone = set(deleted)
             records, deleted = [record for record in records if record.sequence not in gone], sorted(gone)
-        self._records, self._gone = [], []
-        if self._submit is None:
-            self._reply_if_parked(answer)
-            return
         self._numbers += 1
-        pending = [record.key for record in records if record.key in self._pending]
-        self._committing[self._numbers] = (pending, answers)
-        self._submit(Batch(self._numbers, records, deleted, forget_all))
+        return Batch(self._numbers, records, deleted, forget_all)
+
+    def _give(self, batch: Batch, keys: list[bytes], answer: Reply | None = None) -> bool:
+        """To the committer, if any; with its end these pending keys are decided, and the answer goes."""
+        if self._commits is None:
+            return False
+        self._committing[batch.number] = keys, answer
+        self._commits.submit(batch)
+        return True
+
+    def _note_commit(self, batch: Batch, why: str) -> None:
+        self._counts["commits"] += 1
+        if why:
+            self._gone.extend(batch.deleted)
 
     # ---- replies
 
@@ -524,7 +580,10 @@ class Arbiter:
             self._reply_if_parked(adding.reply)
 
     def _answer(self, request: Request, body: AnyReply) -> None:
-        self._reply_if_parked(self._park(request, body))
+        """Reply now; what the mailbox asked before is not answered any more."""
+        if request.mailbox != NO_MAILBOX:
+            self._parked.pop((request.client, request.mailbox), None)
+            self._replies.append(Reply(request.client, request.mailbox, request.request, body))
 
     def _park(self, request: Request, body: AnyReply) -> Reply | None:
         """A reply that may have to wait; None where none is wanted."""

@@ -62,7 +62,7 @@ class DecisionService:
             self._table,
             control.words[Word.CLEAR],
             durability,
-            self._committer.submit if self._committer is not None else None,
+            self._committer,
             set_clear,
         )
         self.loaded = self._arbiter.load(records, _now())

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Literal
 
 from crc32c import crc32c
@@ -35,7 +35,7 @@ from shmcache.decisions.stores import Item as StoreItem
 from shmcache.decisions.table import Decision, TableReader
 from shmcache.errors import NoCoordinator, ShmcacheError
 from shmcache.page import OUTBOX_BYTES
-from shmcache.protocol import MAX_KEYS, Added, Claimed, Deleted, Item, Outbox
+from shmcache.protocol import MAX_KEYS, Added, AddVerdict, Claimed, Deleted, Item, Outbox
 
 ANSWER_NS = 2_000_000_000
 CLAIM_NS = 1_000_000_000
@@ -90,24 +90,28 @@ class SharedStore:
 
     def add_many(self, items: Sequence[StoreItem], claim: SharedClaim | None = None) -> list[bytes]:
         """A batch, in one round trip where it fits one message. Raises NoCoordinator."""
-        return [value for part in _parts(items) for value in self._add(part, claim)]
-
-    def _add(self, items: Sequence[StoreItem], claim: SharedClaim | None) -> Iterable[bytes]:
         now = time.time()
         wire = [
             Item(key, value, None if expires is None else max(1, int((expires - now) * 1000)))
             for key, value, expires in items
         ]
-        if sum(len(item.value) + _ITEM_BYTES for item in wire) <= _INLINE_BYTES:
-            added = self._ask_add(wire, None, claim)
-        else:
-            added = self._add_by_outbox(wire, claim)
-        table = self._table()
-        for (key, value, _expires), verdict in zip(items, added.verdicts, strict=True):
-            held = table.get(key) if verdict == "held" else None
-            yield held[0] if held is not None else value
+        verdicts: list[AddVerdict] = []
+        for part in _parts(wire):
+            verdicts += self._add(part, claim)
+        values = [value for _, value, _ in items]
+        if "held" in verdicts:
+            get = self._table().get
+            for position, verdict in enumerate(verdicts):
+                if verdict == "held" and (held := get(items[position][0])) is not None:
+                    values[position] = held[0]
+        return values
 
-    def _add_by_outbox(self, items: list[Item], claim: SharedClaim | None) -> Added:
+    def _add(self, items: list[Item], claim: SharedClaim | None) -> list[AddVerdict]:
+        if sum([len(item.value) for item in items]) + _ITEM_BYTES * len(items) <= _INLINE_BYTES:
+            return self._ask_add(items, None, claim, len(items))
+        return self._add_by_outbox(items, claim)
+
+    def _add_by_outbox(self, items: list[Item], claim: SharedClaim | None) -> list[AddVerdict]:
         content = protocol.encode(items)
         with self._outbox:
             self._table()
@@ -117,8 +121,8 @@ class SharedStore:
             return self._ask_add([], Outbox(0, len(content), crc32c(content)), claim, len(items))
 
     def _ask_add(
-        self, items: list[Item], outbox: Outbox | None, claim: SharedClaim | None, count: int | None = None
-    ) -> Added:
+        self, items: list[Item], outbox: Outbox | None, claim: SharedClaim | None, count: int
+    ) -> list[AddVerdict]:
         connection = self._connection
         # A claim ends with its coordinator: what was computed under it is added like anything else.
         token = claim.token if claim is not None and claim.epoch == connection.epoch else 0
@@ -126,9 +130,9 @@ class SharedStore:
         answer = connection.ask(
             lambda head: protocol.Add(**head, clear=clear, claim=token, items=items, outbox=outbox), ANSWER_NS
         )
-        if not isinstance(answer, Added) or len(answer.verdicts) != (len(items) if count is None else count):
+        if not isinstance(answer, Added) or len(answer.verdicts) != count:
             raise NoCoordinator(connection.names.namespace)
-        return answer
+        return answer.verdicts
 
     def renew(self, key: bytes, expires: float | None) -> None:
         """As DecisionStore; seen by everybody when it returns, and committed soon after."""
@@ -197,16 +201,14 @@ class SharedStore:
         return answer.count
 
 
-def _parts(items: Sequence[StoreItem]) -> Iterator[Sequence[StoreItem]]:
+def _parts(items: list[Item]) -> Iterator[list[Item]]:
     """Split a batch into what one outbox takes."""
-    part: list[StoreItem] = []
-    size_bytes = 0
-    for item in items:
-        item_bytes = len(item[1]) + _ITEM_BYTES
-        if part and (len(part) == MAX_KEYS or size_bytes + item_bytes > OUTBOX_BYTES):
-            yield part
-            part, size_bytes = [], 0
-        part.append(item)
+    start = size_bytes = 0
+    for position, item in enumerate(items):
+        item_bytes = len(item.value) + _ITEM_BYTES
+        if position > start and (position - start == MAX_KEYS or size_bytes + item_bytes > OUTBOX_BYTES):
+            yield items[start:position]
+            start, size_bytes = position, 0
         size_bytes += item_bytes
-    if part:
-        yield part
+    if start < len(items):
+        yield items[start:]

@@ -12,7 +12,7 @@ from crc32c import crc32c
 from shmcache import protocol
 from shmcache.connection import Head
 from shmcache.decisions import table
-from shmcache.decisions.arbiter import Arbiter, Now
+from shmcache.decisions.arbiter import GONE_TOGETHER, Arbiter, Now
 from shmcache.decisions.db import Batch
 from shmcache.decisions.table import Record, Ring, TableReader, TableWriter
 from shmcache.protocol import (
@@ -43,7 +43,12 @@ class World:
     """An arbiter, its table, and batches that wait to be committed."""
 
     def __init__(
-        self, rows: int = 64, durability: Any = "commit", database: bool = True, units: int = 64
+        self,
+        rows: int = 64,
+        durability: Any = "commit",
+        database: bool = True,
+        units: int = 64,
+        at_once: bool = False,
     ) -> None:
         size = table.segment_bytes(rows, units)
         self.raw = mmap.mmap(-1, size)
@@ -54,9 +59,9 @@ class World:
         self.batches: list[Batch] = []
         self.clear = 0
         self.now = Now(1_000_000, 5_000_000_000)
-        self.arbiter = Arbiter(
-            self.table, 0, durability, self.batches.append if database else None, self._set_clear
-        )
+        self.at_once = at_once
+        self.disk_is = ""  # why a commit fails
+        self.arbiter = Arbiter(self.table, 0, durability, self if database else None, self._set_clear)
         self.records: dict[int, Record] = {}
         self._requests = 0
 
@@ -90,13 +95,27 @@ class World:
         while self.batches:
             batch = self.batches.pop(0)
             if not why:
-                if batch.forget_all:
-                    self.records.clear()
-                for sequence in batch.deleted:
-                    self.records.pop(sequence, None)
-                self.records |= {record.sequence: record for record in batch.records}
+                self._write(batch)
             replies += self.said(self.arbiter.committed(batch, why, self.now))
         return replies
+
+    def submit(self, batch: Batch) -> None:
+        self.batches.append(batch)
+
+    def commit_at_once(self, batch: Batch) -> str | None:
+        if not self.at_once or self.batches:
+            return None
+        assert not any(self.value(record.key) for record in batch.records), "seen before it is committed"
+        if not self.disk_is:
+            self._write(batch)
+        return self.disk_is
+
+    def _write(self, batch: Batch) -> None:
+        if batch.forget_all:
+            self.records.clear()
+        for sequence in batch.deleted:
+            self.records.pop(sequence, None)
+        self.records |= {record.sequence: record for record in batch.records}
 
     @property
     def rows(self) -> dict[bytes, bytes]:
@@ -170,6 +189,49 @@ def test_in_memory_a_decision_is_seen_and_acknowledged_at_once(options: dict[str
     assert world.reader.stats()["durability"] == 0
     world.commit()
     assert world.rows == ({A: b"1"} if "durability" in options else {})
+
+
+def test_what_can_be_committed_at_once_is_answered_at_once_and_not_seen_before() -> None:
+    world = World(at_once=True)
+    assert world.add((A, b"1"), (B, b"2"), (A, b"3")) == [(ALICE, Added(["stored", "stored", "held"]))]
+    assert world.add((A, b"4"), (C, b"5"), client=BOB) == [(BOB, Added(["held", "stored"]))]
+    assert [world.value(key) for key in (A, B, C)] == [b"1", b"2", b"5"]
+    assert world.rows == {A: b"1", B: b"2", C: b"5"}
+    assert world.batches == []
+    assert world.reader.stats()["commits"] == 2
+
+
+def test_a_commit_at_once_that_fails_stores_nothing_and_the_next_add_may() -> None:
+    world = World(at_once=True)
+    claim = world.claim(A)
+    world.disk_is = "full"
+    assert world.add((A, b"1"), claim=claim.claim) == [(ALICE, Added(["failed"]))]
+    assert (world.value(A), world.rows) == (None, {})
+    world.disk_is = ""
+    assert world.add((A, b"2"), claim=claim.claim) == [(ALICE, Added(["stored"]))]
+    assert world.claim(A, client=BOB).kind == "present"
+
+
+def test_while_others_wait_for_a_commit_nobody_is_committed_before_them(world: World) -> None:
+    world.add((A, b"1"))
+    world.at_once = True
+    waiting, world.batches = world.batches, []
+    assert world.add((B, b"2"), (A, b"x"), client=BOB) == []
+    world.batches = waiting + world.batches
+    assert world.commit() == [(ALICE, Added(["stored"])), (BOB, Added(["stored", "held"]))]
+    assert world.rows == {A: b"1", B: b"2"}
+
+
+def test_what_leaves_for_others_leaves_the_database_in_company_or_with_the_tick() -> None:
+    world = World(rows=2, at_once=True)
+    for number in range(GONE_TOGETHER + 3):
+        world.add((bytes([number]) * 16, b"v"))
+        assert len(world.table) <= 2
+        assert len(world.records) <= 2 + GONE_TOGETHER
+    assert len(world.records) < GONE_TOGETHER
+    world.arbiter.tick(world.now)
+    world.commit()
+    assert len(world.records) == len(world.table) == 2
 
 
 def test_items_in_the_outbox_are_copied_and_then_checked(world: World) -> None:
@@ -266,13 +328,15 @@ def test_expired_decisions_leave_by_and_by_and_from_the_database_too(world: Worl
     assert world.send(Prune) == [(ALICE, Deleted(0))]
 
 
-def test_what_should_have_left_with_a_failed_commit_leaves_with_the_next(world: World) -> None:
+def test_what_should_have_left_with_a_failed_commit_leaves_with_the_next_tick(world: World) -> None:
     world.add((A, b"1"))
     world.commit()
     world.send(Delete, keys=[A])
     world.commit("disk full")
     assert set(world.rows) == {A}
     world.add((B, b"2"))
+    world.commit()
+    world.arbiter.tick(world.now)
     world.commit()
     assert set(world.rows) == {B}
 
@@ -314,8 +378,9 @@ def test_large_values_leave_for_large_values(world: World) -> None:
     assert len(world.table) == len(world.rows) == 5
 
 
-def test_a_table_that_churned_a_hundred_times_over_holds_what_the_database_holds() -> None:
-    world = World(rows=20)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_table_that_churned_a_hundred_times_over_holds_what_the_database_holds(at_once: bool) -> None:
+    world = World(rows=20, at_once=at_once)
     for number in range(2000):
         world.add((number.to_bytes(2) * 8, b"v" * (number % 400)), ttl_ms=None if number % 3 else 5 * S)
         if number % 7 == 0:

@@ -290,6 +290,44 @@ def test_what_could_wait_for_the_disk_is_committed_by_the_thread(
     committer.close()
 
 
+@pytest.mark.parametrize("why", ["full", "large", "slow", "busy", "waiting", "unsaid"])
+def test_at_once_is_committed_only_what_waits_for_nobody_and_for_no_disk(
+    path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    seen, woken = Seen(path, monkeypatch), threading.Semaphore(0)
+    assert seen.database is not None
+    committer = Committer(seen.database, woken.release, "full" if why == "full" else "commit")
+    if why == "slow":
+        monkeypatch.setattr(db, "_SLOW_S", 0.0)
+    if why not in ("full", "large"):
+        if why == "busy":
+            monkeypatch.setattr(db, "CHECKPOINT_PAGES", 1)
+        assert committer.commit_at_once(Batch(1, numbered(1))) == ""
+        assert seen.threads[0] == ("commit", True)
+    if why == "busy":
+        assert seen.checkpointing.wait(10)
+    if why in ("waiting", "unsaid"):
+        committer.submit(Batch(2, [Record(2, b"k" * 16, b"x" * (1 << 20), 1, None)]))
+    if why == "unsaid":
+        committer.commit()
+        assert woken.acquire(timeout=10)
+    value = b"x" * (1 << 20 if why == "large" else 1)
+    assert committer.commit_at_once(Batch(3, [Record(3, b"k" * 16, value, 1, None)])) is None
+    seen.go_on.set()
+    committer.close()
+
+
+def test_a_commit_at_once_that_fails_says_why(path: Path) -> None:
+    database, _ = load(path, "commit")
+    assert database is not None
+    committer = Committer(database, lambda: None, "commit")
+    assert committer.commit_at_once(Batch(1, numbered(1))) == ""
+    assert "UNIQUE" in (committer.commit_at_once(Batch(2, numbered(1))) or "")
+    assert committer.commit_at_once(Batch(3, numbered(2))) == ""
+    committer.close()
+    assert records(path) == numbered(1, 2)
+
+
 def test_removing_takes_the_log_and_what_was_set_aside(path: Path) -> None:
     commit(path, Batch(1, [A]))
     for suffix in ("-wal", ".aside-1", ".aside-1-wal"):
