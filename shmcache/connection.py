@@ -117,7 +117,6 @@ class Connection:
         self._page: WorkerPage | None = None
         self._queue: RequestQueue | None = None
         self._look_again_ns = self._cleaned_look_ns = 0
-        self._answered_ns = -_LOOK_AT_LOCK_NS
         self._counts = [0] * len(COUNTERS)
         self._unnamed_bytes = 0
         self._faults_logged: set[tuple[str, type]] = set()
@@ -344,11 +343,11 @@ class Connection:
     def _ask_once(
         self, make: Callable[[Head], AnyRequest], mailbox: int, deadline_ns: int
     ) -> AnyReply | None:
-        # _current() attaches, or remaps.
-        if self._current() is None or (worker_page := self._page) is None or self._control is None:
+        view = self._current()  # attaches, or remaps
+        worker_page, control = self._page, self._control
+        if view is None or worker_page is None or control is None:
             self.count("save_dropped_no_coordinator")
             return None
-        control = self._control
         worker_page.prepare_wait(mailbox)
         sent = self._send(make, mailbox, deadline_ns)
         if sent is None:
@@ -360,7 +359,6 @@ class Connection:
                 body = worker_page.wait(mailbox, sent["request"], until_ns)
                 if body is not None:
                     is_over = True
-                    self._answered_ns = now_ns
                     return _decoded(body)
                 epoch = control.words[EPOCH_WORD]
                 is_over = not control.coordinator_lives() or epoch != sent["epoch"]
@@ -396,18 +394,11 @@ class Connection:
     def _send(self, make: Callable[[Head], AnyRequest], mailbox: int, deadline_ns: int) -> Head | None:
         """Send under the current epoch; how the message began, or None if nothing was sent.
 
-        Not to a coordinator that is down: nobody would answer, and its queue would be full of the past. One
-        that has answered a moment ago is not asked for by a system call.
+        Not to a coordinator that is down: nobody would answer, and its queue would be full of the past.
         """
         view = self._current()
         control = self._control
-        if (
-            view is None
-            or control is None
-            or (
-                time.monotonic_ns() - self._answered_ns > _LOOK_AT_LOCK_NS and not control.coordinator_lives()
-            )
-        ):
+        if view is None or control is None or not control.coordinator_lives():
             self.look_whether_cleaned()
             if mailbox != NO_MAILBOX:
                 self.count("save_dropped_no_coordinator")
