@@ -49,7 +49,7 @@ LAYERS: dict[str, str] = {
     "aio": "client key",
     "observe": "protocol page view",
     "check": "shm protocol index slab tiers view",
-    "decisions": "connection protocol page decisions.table",
+    "decisions": "shm connection protocol page decisions.table",
     "server": "coordinator policy decisions.service connection shm key kvc protocol mq control page index "
     "slab tiers",
     "workers": "shm key identity kvc policy protocol page slab client decisions",

@@ -32,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from shmcache import shm
 from shmcache.decisions.forks import watch
 
 CLOCK_SLACK_S = 60.0
@@ -161,8 +162,9 @@ _GET = "SELECT value, expires, written FROM decision WHERE key = ?"
 class SqliteStore:
     """Decisions in a SQLite file that any number of processes and threads open.
 
-    Where another process holds the file's lock for longer than BUSY_S, a call raises sqlite3.Error:
-    DecisionCache answers uncached then.
+    Where another process holds the file's lock for longer than BUSY_S, a call raises sqlite3.Error, and
+    ForeignObject where the file is of another user or others can write it: DecisionCache answers uncached
+    then.
     """
 
     def __init__(self, path: str | Path, *, full: bool = False) -> None:
@@ -280,6 +282,7 @@ class SqliteStore:
     def _open(self) -> sqlite3.Connection:
         with contextlib.suppress(FileExistsError):
             os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        os.close(shm.open_owned(self._path, os.O_RDWR))
         connection = sqlite3.connect(
             self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )

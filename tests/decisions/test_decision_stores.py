@@ -23,6 +23,7 @@ from support import Namespace
 from shmcache.decisions import DecisionCache, FallbackStore, MemoryStore, SqliteStore, stores
 from shmcache.decisions.redis import RedisStore
 from shmcache.decisions.shared import SharedStore
+from shmcache.errors import ForeignObject
 
 KEY, OTHER = b"k" * 16, b"o" * 16
 
@@ -224,6 +225,20 @@ def test_case_f07_a_lock_that_is_held_too_long_costs_a_bounded_wait(
         assert cache.get_or_compute("m", 0, QUESTIONS, lambda state, q: {"q": 9}) == {"q": 1}, "hits go on"
         assert cache.cache_info()["errors"] == 1
         holder.close()
+
+
+def test_a_file_that_others_can_write_is_not_used_and_fails_no_call(tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    path.write_bytes(b"")
+    path.chmod(0o666)
+    (link := tmp_path / "link").symlink_to(path)
+    for there in (path, link):
+        with pytest.raises(ForeignObject, match=str(there)):
+            SqliteStore(there).add(KEY, b"value", None)
+        with DecisionCache(SqliteStore(there)) as cache:
+            assert cache.get_or_compute("m", 0, QUESTIONS, lambda state, q: {"q": 1}) == {"q": 1}
+            assert cache.cache_info()["errors"] > 0
+    assert path.read_bytes() == b""
 
 
 def test_case_f07_an_inherited_connection_is_not_used_after_fork(tmp_path: Path) -> None:
