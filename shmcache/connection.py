@@ -39,7 +39,7 @@ from shmcache import page, protocol, shm
 from shmcache.control import EPOCH_WORD, ControlPage
 from shmcache.control import Word as ControlWord
 from shmcache.decisions.table import LAYOUT_HASH as DECISIONS_LAYOUT_HASH
-from shmcache.decisions.table import Ring, TableReader
+from shmcache.decisions.table import Ring, Stands, TableReader
 from shmcache.errors import ForeignObject, NoCoordinator, ShmcacheError
 from shmcache.index import LAYOUT_HASH, Found, IndexReader
 from shmcache.mq import RequestQueue
@@ -59,8 +59,7 @@ _LOOK_AGAIN_NS = 1_000_000_000
 _LOOK_AT_LOCK_NS = 100_000_000
 
 
-_Decide = tuple[memoryview, int, Callable[[bytes], tuple[bytes, float | None] | None]]
-_NO_DECISIONS: _Decide = (memoryview(bytes(8 * EPOCH_WORD + 8)).cast("Q"), -1, lambda _key: None)
+_Get = Callable[[bytes], tuple[bytes, float | None] | None]
 
 
 class Head(TypedDict):
@@ -93,18 +92,20 @@ class _View:
             reader = self.local.reader = IndexReader(self._mapping.bytes)
         return reader
 
-    def read_decisions(self, page: WorkerPage | None) -> TableReader:
+    def read_decisions(self, page: WorkerPage | None, stands: Stands) -> TableReader:
         """The reader of the decision table; hits are noted in the page. Raises LayoutMismatch."""
         ring = Ring(*page.decision_ring()) if page is not None else None
-        self.decisions = TableReader(self._decisions.bytes, ring)
+        self.decisions = TableReader(self._decisions.bytes, ring, stands)
         return self.decisions
 
 
 class Connection:
     """One process's link to a namespace's coordinator. Making one never fails and looks at nothing."""
 
-    def __init__(self, namespace: str) -> None:
+    def __init__(self, namespace: str, take_get: Callable[[_Get], None] = lambda _get: None) -> None:
+        """take_get is handed what looks decisions up: decision(), and a table's own get once it is read."""
         self.names = Names(namespace)
+        self._take_get = take_get
         self._lock = threading.RLock()
         self._start_over()
         _alive.add(self)
@@ -112,8 +113,7 @@ class Connection:
     def _start_over(self) -> None:
         self.client = random.SystemRandom().getrandbits(63)
         self._control: ControlPage | None = None
-        self._view: _View | None = None
-        self._decide = _NO_DECISIONS
+        self._hold(None)
         self._page: WorkerPage | None = None
         self._queue: RequestQueue | None = None
         self._look_again_ns = self._cleaned_look_ns = 0
@@ -156,24 +156,26 @@ class Connection:
             return False
 
     def decision(self, key: bytes) -> tuple[bytes, float | None] | None:
-        """A decision as TableReader.get, from the current table. Raises NoCoordinator where there is none."""
-        epoch_words, epoch, get = self._decide
-        if epoch_words[EPOCH_WORD] == epoch:
-            return get(key)
+        """A decision as TableReader.get, from the current table. Raises NoCoordinator where there is none.
+
+        From then on that table's own get is asked, without a call between, until the epoch moves.
+        """
         table = self.decisions()
         if table is None:
             raise NoCoordinator(self.names.namespace)
-        if self._control is not None:
-            self._decide = self._control.words, table.epoch, table.get
+        self._take_get(table.get)
         return table.get(key)
 
     def decisions(self) -> TableReader | None:
         """The current decision table, as reader()."""
-        view = self._current()
-        if view is None:
+        view, control = self._current(), self._control
+        if view is None or control is None:
             return None
         table = view.decisions
-        return table if table is not None else view.read_decisions(self._page)
+        if table is None:
+            stands = Stands(control.words[EPOCH_WORD : EPOCH_WORD + 1], self.decision)
+            table = view.read_decisions(self._page, stands)
+        return table
 
     @property
     def clear(self) -> int:
@@ -221,7 +223,7 @@ class Connection:
                 self.fault("attach", error)
                 view = None
             # The page first: a thread that sees the view asks at once, and notes its hits there.
-            self._view, self._decide = view, _NO_DECISIONS
+            self._hold(view)
             if view is None:
                 self._look_again_ns = now_ns + _LOOK_AGAIN_NS
             return view
@@ -234,7 +236,7 @@ class Connection:
             epoch = self._control.epoch(LAYOUT)
             if self._view is not None and self._view.epoch == epoch:
                 return self._view
-            self._view, self._decide = None, _NO_DECISIONS
+            self._hold(None)
             if epoch == 0:
                 return None
             try:
@@ -247,6 +249,11 @@ class Connection:
             else:
                 return _View(epoch, mapping, decisions)
         return None
+
+    def _hold(self, view: _View | None) -> None:
+        """Read from this view from now on; nobody keeps a former one for looking decisions up."""
+        self._view = view
+        self._take_get(self.decision)
 
     def _make_page(self) -> None:
         worker_page = WorkerPage(self.names, self.client)
@@ -436,7 +443,7 @@ class Connection:
     def close(self) -> None:
         """Leave: the page's lock goes last, and with it all that this process still held."""
         with self._lock:
-            self._view = None
+            self._hold(None)
             if self._queue is not None:
                 self._queue.close()
             if self._page is not None:

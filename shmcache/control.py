@@ -151,8 +151,12 @@ class OwnedControlPage(ControlPage):
         self.words[Word.EPOCH] = 0
 
     def open_epoch(self, epoch: int, layout: int, started_unix_s: int) -> None:
-        """Announce a complete index: all other words first, the epoch last (I1)."""
-        self.words[Word.EPOCH] = 0
-        self.words[Word.LAYOUT] = layout
+        """Announce a complete index: all other words first, the epoch last (I1).
+
+        Within one build the new epoch takes the old one's place: who looks meanwhile finds one of the two.
+        """
+        if self.words[Word.LAYOUT] != layout:
+            self.words[Word.EPOCH] = 0
+            self.words[Word.LAYOUT] = layout
         self.words[Word.STARTED] = started_unix_s
         self.words[Word.EPOCH] = epoch

@@ -16,7 +16,7 @@
     4096   8192  ring      worker       1,024 touch words: slot | generation << 32
     12288  65536 mailboxes coordinator  16 of 4,096 bytes:
                                         0 request id (stored last) · 8 length · 12 crc32c · 16 body
-    77824  8192  ring 2    worker       touches of decisions, as the ring's
+    77824  8192  ring 2    worker       1,024 words of the decision table's entries, as in slots
     86016  1 MiB outbox    worker       what is too large for a message; not mapped, made when it is used
 
 Owner: the worker, one page each, in pages/<client>. Made without a name, locked, then linked: there
@@ -55,6 +55,7 @@ from crc32c import crc32c
 
 from shmcache import shm
 from shmcache.errors import ForeignObject, LayoutMismatch
+from shmcache.patience import Patience
 from shmcache.shm import Mapping, Names
 
 MAILBOXES = 16
@@ -69,7 +70,6 @@ OUTBOX_BYTES = (1 << 20) + 65_536
 """An outbox takes the largest decision, or a batch of ordinary ones."""
 
 LOOK_ON_NS = 250_000
-_WAITS_WITHOUT_LOOK = 16
 
 _FIFO_BYTES = 65_536  # all that a FIFO holds
 _MAGIC = int.from_bytes(b"shmcpag2", "little")
@@ -183,7 +183,7 @@ class WorkerPage(_PageView):
         self._path = names.pages / f"{client:016x}"
         self._fifo_directory = names.fifos
         self._fifos: dict[int, int] = {}
-        self._waits_without_look = 0
+        self._patience = Patience()
         directory_fd = shm.open_directory(names.pages)
         try:
             self._fd = shm.make_unnamed(directory_fd)
@@ -266,21 +266,17 @@ class WorkerPage(_PageView):
     def wait(self, mailbox: int, request: int, deadline_ns: int) -> bytes | None:
         """Wait for a reply until a time.monotonic_ns() deadline; None when it has passed.
 
-        At first we look on for a moment, which is what most answers take: to be woken takes longer. Where
-        that was in vain, the next waits do without.
+        At first we look on for a moment, which is what most answers take (patience).
         """
-        if self._waits_without_look > 0:  # two threads at once may count one too many
-            self._waits_without_look -= 1
-            return self._sleep(mailbox, request, deadline_ns)
-        words, word = self.words, (MAILBOX_OFFSET + mailbox * MAILBOX_BYTES) // 8
-        until_ns = min(deadline_ns, time.monotonic_ns() + LOOK_ON_NS)
-        while words[word] != request:
-            if time.monotonic_ns() >= until_ns:
-                self._waits_without_look = _WAITS_WITHOUT_LOOK
-                break
-            os.sched_yield()  # where we share a core, the answer needs it
-        body = self.reply(mailbox, request)
-        return body if body is not None else self._sleep(mailbox, request, deadline_ns)
+        if self._patience.looks():
+            words, word = self.words, (MAILBOX_OFFSET + mailbox * MAILBOX_BYTES) // 8
+            until_ns = min(deadline_ns, time.monotonic_ns() + LOOK_ON_NS)
+            while (is_missing := words[word] != request) and time.monotonic_ns() < until_ns:
+                os.sched_yield()  # where we share a core, the answer needs it
+            self._patience.learn(in_vain=is_missing)
+            if (body := self.reply(mailbox, request)) is not None:
+                return body
+        return self._sleep(mailbox, request, deadline_ns)
 
     def _sleep(self, mailbox: int, request: int, deadline_ns: int) -> bytes | None:
         """Say that we sleep, look, poll, read empty, look again.

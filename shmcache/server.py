@@ -61,6 +61,7 @@ from shmcache.errors import (
 )
 from shmcache.mq import ServerQueue
 from shmcache.page import ClientPage, Word, remove_if_dead, restore_counters
+from shmcache.patience import Patience
 from shmcache.policy import Measured
 from shmcache.protocol import AnyRequest, Cancel, DecisionRequest, Tier
 from shmcache.shm import SHM_ROOT, Names
@@ -81,8 +82,7 @@ STORE_USE_S = 60.0
 STUCK_S = 60.0
 LET_GO_S = 2.0  # an idle worker lets go of an index within half a second
 _MESSAGES_A_TURN = 256
-_LOOK_FOR_MORE_NS = 50_000
-_TURNS_WITHOUT_LOOK = 16
+_LOOK_FOR_MORE_NS = 150_000
 _DECISION_REQUESTS = get_args(DecisionRequest)  # isinstance of a union takes ten times as long
 _PAGE = re.compile(r"[0-9a-f]{16}")
 
@@ -206,7 +206,7 @@ class Server:
     def __init__(self, settings: CoordinatorConfig) -> None:
         """Everything up to the announcement. Raises ShmcacheError with nothing left behind."""
         self._settings = settings
-        self._turns_without_look = 0
+        self._patience = Patience()
         self._names = names = Names(settings.namespace)
         with _full_in_words(settings), ExitStack() as stack:
             shm.make_directory(names.directory)
@@ -354,9 +354,9 @@ class Server:
     def _receive(self) -> None:
         """Handle what waits, commit it as one, and look a moment for what comes next.
 
-        Whoever was answered soon asks again, and to be woken takes longer than to answer. Where nothing came,
-        because nobody asks or because the cores are busy with others, the next turns do not look.
+        Whoever was answered soon asks again, and to be woken takes longer than to answer (patience).
         """
+        looks = self._patience.looks()
         taken, is_committed, until_ns = 0, False, 0
         while taken < _MESSAGES_A_TURN:
             message = self._queue.receive()
@@ -366,14 +366,13 @@ class Server:
             elif not is_committed:
                 self._deliver(self._decisions.commit())
                 is_committed, until_ns = True, time.monotonic_ns() + _LOOK_FOR_MORE_NS
-            elif self._turns_without_look:
-                self._turns_without_look -= 1
+            elif not looks:
                 return
-            elif time.monotonic_ns() >= until_ns:
-                self._turns_without_look = 0 if taken > 1 else _TURNS_WITHOUT_LOOK
-                return
-            else:
+            elif time.monotonic_ns() < until_ns:
                 os.sched_yield()  # where whoever asks shares our core, it needs it
+            else:
+                self._patience.learn(in_vain=taken == 1)
+                return
         self._deliver(self._decisions.commit())
 
     def _take(self, message: bytes) -> None:

@@ -3,7 +3,8 @@
     tags      1 byte a slot: the first byte of its key; 8 slots are a bucket
     entries   fixed size, a multiple of 8:   word 8 | key | body | check 4
 
-    word   generation << 8 | 1, or 0: free        check   CRC32C of all bytes before it, word included
+    word   generation << 24 | slot << 1 | 1, or 0: free: it names one entry, of all times
+    check  CRC32C of all bytes before it, word included
 
 A key belongs into two buckets, named by its bytes 8 to 16, and may lie in any of their 16 slots: in the
 first while 3 slots or more are free there, then in the emptier of the two. Entries never move.
@@ -51,7 +52,7 @@ SLOTS = 8
 USED_PER_BUCKET = 4.5
 PREFER_FIRST_BELOW = 6
 
-_PUBLISHED = 1
+_PUBLISHED, _SLOT_BITS = 1, 23
 _CHECK = struct.Struct("<I")
 first_place: Callable[[bytes], tuple[bytes, int]] = struct.Struct("<c7xI4x").unpack
 second_place: Callable[[bytes], tuple[int]] = struct.Struct("<12xI").unpack
@@ -63,6 +64,11 @@ _SCAN_SLOTS = 1024
 
 Entry = tuple[bytes, int, int]
 """A verified copy, its slot, and the word that published it."""
+
+
+def slot_of(word: int) -> int:
+    """The slot that a publication's word names."""
+    return word >> 1 & (1 << _SLOT_BITS) - 1
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -168,11 +174,13 @@ class SlotWriter(SlotReader):
     """The one writer of a table, which is empty when it begins."""
 
     def __init__(self, raw: mmap, place: Place, replacements: memoryview) -> None:
+        if place.slots > 1 << _SLOT_BITS:
+            raise ValueError(f"a table has at most {1 << _SLOT_BITS} slots, not {place.slots}")
         super().__init__(raw, place, replacements)
         # By slot, whether its word is not 0: a third of the time that the words themselves take.
         self._taken = bytearray(place.slots)
         # Random, so that nothing noted of another epoch's table names an entry of this one.
-        self._generation = int.from_bytes(os.urandom(6), "little")
+        self._generation = int.from_bytes(os.urandom(4), "little")
 
     def free_slot(self, key: bytes) -> int:
         """A free slot for a key in its better bucket; -1 where both are full."""
@@ -204,15 +212,15 @@ class SlotWriter(SlotReader):
                 slot = self._find(tag, slot + 1, bucket + SLOTS)
         return None
 
-    def next_word(self) -> int:
-        """The word of the next publication."""
+    def next_word(self, slot: int) -> int:
+        """The word of the next publication, into this slot."""
         self._generation += 1
-        return self._generation << 8 | _PUBLISHED
+        return self._generation << _SLOT_BITS + 1 | slot << 1 | _PUBLISHED
 
     def publish(self, slot: int, word: int, image: bytes, replaced: Entry | None) -> None:
         """Show an entry in a free slot; the entry that it replaces goes afterwards.
 
-        image is the whole entry but its check, and begins with the word, which is next_word(), and the key.
+        image is the whole entry but its check: the word, which is next_word(slot), the key, the body.
         """
         start, raw = slot * self._size + self._start, self._raw
         raw[start + 8 : start + self._size] = image[8:] + _CHECK.pack(crc32c(image))  # P1 body

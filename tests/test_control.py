@@ -65,6 +65,12 @@ def test_the_epoch_is_stored_last(space: Namespace, monkeypatch: pytest.MonkeyPa
     stores: list[tuple[int, int]] = []
 
     class Recorder:
+        layout = LAYOUT + 1
+
+        def __getitem__(self, word: int) -> int:
+            assert word == Word.LAYOUT
+            return self.layout
+
         def __setitem__(self, word: int, value: int) -> None:
             stores.append((word, value))
 
@@ -73,6 +79,10 @@ def test_the_epoch_is_stored_last(space: Namespace, monkeypatch: pytest.MonkeyPa
     assert stores[0] == (Word.EPOCH, 0)
     assert stores[-1] == (Word.EPOCH, 9)
     assert {word for word, _ in stores[1:-1]} == {Word.LAYOUT, Word.STARTED}
+    stores.clear()
+    monkeypatch.setattr(Recorder, "layout", LAYOUT)
+    page.open_epoch(10, LAYOUT, started_unix_s=6)
+    assert stores == [(Word.STARTED, 6), (Word.EPOCH, 10)], "no moment without an epoch"
     page.close()
 
 

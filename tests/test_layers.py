@@ -33,7 +33,8 @@ LAYERS: dict[str, str] = {
     "reservation": "protocol",
     "claims": "",
     "control": "shm",
-    "page": "shm",
+    "patience": "",
+    "page": "shm patience",
     "index": "shm key page",
     "slots": "",
     "slab": "shm kvc page",
@@ -50,8 +51,8 @@ LAYERS: dict[str, str] = {
     "observe": "protocol page view",
     "check": "shm protocol index slab tiers view",
     "decisions": "shm connection protocol page decisions.table",
-    "server": "coordinator policy decisions.service connection shm key kvc protocol mq control page index "
-    "slab tiers",
+    "server": "coordinator policy decisions.service connection shm key kvc protocol mq control page patience "
+    "index slab tiers",
     "workers": "shm key identity kvc policy protocol page slab client decisions",
     "workers.serve": "workers key identity client observe decisions",
     "tools": "shm key identity kvc policy protocol mq control page index tiers connection client view "

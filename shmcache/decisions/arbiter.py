@@ -58,7 +58,7 @@ from shmcache.protocol import (
     Stale,
     decode_items,
 )
-from shmcache.slots import Entry
+from shmcache.slots import Entry, slot_of
 
 CLOCK_SLACK_MS = 60_000
 """A record that was written more than this in the future is of a clock that was wrong: expired."""
@@ -398,11 +398,11 @@ class Arbiter:
         self._parked.pop((client, mailbox), None)
 
     def touches(self, touch_words: Sequence[int], now: Now) -> None:
-        """Decisions that a worker has used, oldest first; a touch of a slot's former entry is dropped."""
+        """Entries that a worker has read, by their words, oldest first; one that is gone is dropped."""
         for word in touch_words:
-            slot = word & 0xFFFFFFFF
+            slot = slot_of(word)
             entry = self._table.at(slot)
-            if entry is not None and entry[2] >> 8 & 0xFFFFFFFF == word >> 32:
+            if entry is not None and entry[2] == word:
                 self._order.warm(slot, _LIST)
                 self._order.used_unix_s[slot] = shown_s(now.unix_ms)
 

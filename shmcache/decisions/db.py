@@ -4,8 +4,8 @@
 
 Nobody looks anything up here, so there is no index over keys: a commit appends, to a page or two, where a
 tree of random keys would write a page for each decision. What was added together is one row, which takes a
-quarter of the time of one each; where one of them leaves before the others, its row is taken apart, so no
-row holds what is gone. Of two records of one key the later one counts.
+quarter of the time of one each; where some of them leave before the others, its row is written anew without
+them, so no row holds what is gone. Of two records of one key the later one counts.
 
     commit_at_once(batch)     durability `commit`: no fsync, so it takes microseconds
     submit(batch) ─► commit() everything that waits, in one transaction: here, as above, or by the thread:
@@ -37,7 +37,7 @@ import queue
 import sqlite3
 import threading
 import time
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -68,7 +68,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[Record]).decode
 
 PAGE_BYTES = 1024  # a commit writes whole pages: it takes half the time that it takes with SQLite's 4,096
-CHECKPOINT_PAGES = 4000
+CHECKPOINT_PAGES = 16_000  # a checkpoint waits for the disk however little it folds
 _BATCHES_A_COMMIT = 1024
 _SMALL_PAGES = 256
 _SLOW_S, _SLOW_FOR_S = 0.005, 1.0
@@ -157,15 +157,11 @@ class Database:
 
     def commit(self, batches: Sequence[Batch]) -> None:
         """All batches in one transaction. Raises sqlite3.Error, with nothing changed."""
-        records: list[Record] = []
-        for batch in batches:
-            if batch.deleted or batch.forget_all:
-                break
-            records.extend(batch.records)
-        else:
-            if _is_run(records):
+        if not any(batch.deleted or batch.forget_all for batch in batches):
+            runs = _runs([record for batch in batches for record in batch.records])
+            if len(runs) == 1:
                 # A statement alone is a transaction: two less to run.
-                self._insert(records)
+                self._insert(runs[0])
                 return
         execute = self._connection.execute
         execute("BEGIN IMMEDIATE")
@@ -185,10 +181,8 @@ class Database:
             self._read_packs()
         if batch.deleted:
             self._delete(batch.deleted)
-        if _is_run(batch.records):
-            self._insert(batch.records)
-        else:
-            self._insert_each(batch.records)
+        for run in _runs(batch.records):
+            self._insert(run)
 
     def _insert(self, records: Sequence[Record]) -> None:
         """A run of records as one row."""
@@ -197,15 +191,10 @@ class Database:
         self._connection.execute(_INSERT, (first, count, body))
         if count > 1:
             self._packs[first] = count
-            self._firsts.append(first)
-
-    def _insert_each(self, records: Iterable[Record]) -> None:
-        rows = [(record.sequence, 1, _encode((record,))) for record in records]
-        self._log_pages += sum(1 + len(body) // PAGE_BYTES for _, _, body in rows)
-        self._connection.executemany(_INSERT, rows)
+            insort(self._firsts, first)
 
     def _delete(self, sequences: Iterable[int]) -> None:
-        """Rows of one record go; of a pack that loses some the others become rows of their own."""
+        """Rows of one record go; a pack that loses some leaves as many rows as the others are runs."""
         alone: list[tuple[int]] = []
         by_pack: dict[int, set[int]] = {}
         for sequence in sequences:
@@ -216,15 +205,16 @@ class Database:
             else:
                 alone.append((sequence,))
         for first, gone in by_pack.items():
+            left: list[Record] = []
             if len(gone) < self._packs[first]:
                 (body,) = self._connection.execute(
                     "SELECT body FROM records WHERE first = ?", (first,)
                 ).fetchone()
-                self._connection.execute(_DELETE, (first,))
-                self._insert_each(record for record in _decoded(body) if record.sequence not in gone)
-            else:
-                self._connection.execute(_DELETE, (first,))
+                left = [record for record in _decoded(body) if record.sequence not in gone]
+            self._connection.execute(_DELETE, (first,))
             del self._packs[first], self._firsts[bisect_right(self._firsts, first) - 1]
+            for run in _runs(left):
+                self._insert(run)
         self._connection.executemany(_DELETE, alone)
         self._log_pages += len(by_pack) + len(alone)
 
@@ -248,14 +238,18 @@ class Database:
         self._connection.close()
 
 
-def _is_run(records: Sequence[Record]) -> bool:
-    """Whether these can be one row: numbered without a gap, and not too much."""
-    if len(records) < 2:
-        return len(records) == 1
-    return (
-        records[-1].sequence - records[0].sequence == len(records) - 1
-        and sum(len(record.value) for record in records) <= _PACK_BYTES
-    )
+def _runs(records: Sequence[Record]) -> list[list[Record]]:
+    """What can be one row each: records that are numbered without a gap, and are not too much."""
+    runs: list[list[Record]] = []
+    next_sequence, run_bytes = -1, 0
+    for record in records:
+        run_bytes += len(record.value)
+        if record.sequence != next_sequence or run_bytes > _PACK_BYTES:
+            runs.append([])
+            run_bytes = len(record.value)
+        runs[-1].append(record)
+        next_sequence = record.sequence + 1
+    return runs
 
 
 def _decoded(body: bytes) -> list[Record]:

@@ -59,16 +59,24 @@ class SharedClaim:
 
 
 class SharedStore:
-    """Decisions of all processes of this user and namespace."""
+    """Decisions of all processes of this user and namespace.
+
+    get(key)  as DecisionStore. Raises NoCoordinator where there is no table to read
+    """
+
+    get: Callable[[bytes], Held | None]
 
     loss_errors: ClassVar[tuple[type[Exception], ...]] = (ShmcacheError, OSError)
     reads_alone: ClassVar[bool] = True
 
     def __init__(self, namespace: str = "default") -> None:
         """Looks at nothing yet, so it never fails for a coordinator that is not there."""
-        self._connection = Connection(check_namespace(namespace))
+        self._connection = Connection(check_namespace(namespace), self._take_get)
         self.after_fork()
         watch(self)
+
+    def _take_get(self, get: Callable[[bytes], Held | None]) -> None:
+        self.get = get
 
     def after_fork(self) -> None:
         """In the child: another thread of the parent may have held the lock."""
@@ -79,10 +87,6 @@ class SharedStore:
         """How many decisions the coordinator's table holds."""
         table = self._connection.decisions()
         return table.max_rows if table is not None else None
-
-    def get(self, key: bytes) -> Held | None:
-        """As DecisionStore. Raises NoCoordinator where there is no table to read."""
-        return self._connection.decision(key)
 
     def add(self, key: bytes, value: bytes, expires: float | None) -> bytes:
         """As DecisionStore."""
@@ -95,9 +99,7 @@ class SharedStore:
             Item(key, value, None if expires is None else max(1, int((expires - now) * 1000)))
             for key, value, expires in items
         ]
-        verdicts: list[AddVerdict] = []
-        for part in _parts(wire):
-            verdicts += self._add(part, claim)
+        verdicts = [verdict for part in _parts(wire) for verdict in self._add(part, claim)]
         values = [value for _, value, _ in items]
         if "held" in verdicts:
             get = self._table().get

@@ -96,7 +96,8 @@ _FIXED = struct.Struct("<QdIIII")
 _FIXED_AT = 8 + KEY_BYTES
 _VALUE_AT = _FIXED_AT + _FIXED.size
 _fixed = _FIXED.unpack_from
-_parts = struct.Struct(f"<Q16sQdIIII{INSIDE_BYTES + 4}x").unpack  # word, key, and as _fixed
+# What every hit needs: word, key, ends_ns, expires, value_bytes, unit.
+_parts = struct.Struct(f"<Q16sQd4xII{4 + INSIDE_BYTES + 4}x").unpack
 assert _ENTRY.size + 4 == _VALUE_AT + INSIDE_BYTES + 4 == ENTRY_BYTES
 
 _MAGIC = int.from_bytes(b"shmcdec1", "little")
@@ -109,7 +110,7 @@ assert len(STAT_NAMES) <= 128
 
 LAYOUT_HASH = int.from_bytes(
     hashlib.sha256(
-        repr((HEADER_BYTES, UNIT_BYTES, _FIXED.format, ENTRY_BYTES, STAT_NAMES)).encode()
+        repr((2, HEADER_BYTES, UNIT_BYTES, _FIXED.format, ENTRY_BYTES, STAT_NAMES)).encode()
     ).digest()[:8],
     "little",
 )
@@ -144,6 +145,13 @@ class Ring(msgspec.Struct, frozen=True):
     touches: memoryview
 
 
+class Stands(msgspec.Struct, frozen=True):
+    """Whether a table is the current one, which it is while the word says its epoch; and who is, else."""
+
+    word: memoryview
+    elsewhere: Callable[[bytes], _Held | None]
+
+
 def _layout(max_rows: int, units: int) -> tuple[Place, int, int]:
     """Where the entries, the units and the header lie: place, offset of units, segment size."""
     return _layout_of_buckets(Place.of(max_rows, ENTRY_BYTES), units)
@@ -163,17 +171,18 @@ def segment_bytes(max_rows: int, units: int) -> int:
 class TableReader:
     """Lookups without a lock, for any number of threads. `buffer` is a memoryview over a whole mmap.
 
-    get(key)  the living value of a key and its Unix expiry, or None
+    get(key)  the living value of a key and its Unix expiry, or None; from elsewhere once the epoch has moved
     """
 
     get: Callable[[bytes], _Held | None]
 
-    def __init__(self, buffer: memoryview, ring: Ring | None = None) -> None:
+    def __init__(self, buffer: memoryview, ring: Ring | None = None, stands: Stands | None = None) -> None:
         """Raises LayoutMismatch if another build made the segment, or if it is none.
 
         Args:
             buffer: the segment.
             ring: where each hit is noted, by a word that names its entry; None for nowhere.
+            stands: None for a table that is looked at for its own sake, whatever the epoch.
         """
         if buffer.nbytes < HEADER_BYTES or buffer.nbytes % 8:
             raise LayoutMismatch(LAYOUT_HASH, 0)
@@ -191,6 +200,7 @@ class TableReader:
         self._slots = self._open(raw, place, replacements)
         # Without a ring hits are noted in a word that nobody reads: cheaper than to ask at each hit.
         self._ring = ring or Ring(memoryview(bytearray(8)).cast("Q"), memoryview(bytearray(8)).cast("Q"))
+        self._stands = stands or Stands(self._header[_EPOCH_WORD:], lambda _key: None)
         self.get = self._make_get()
 
     def _open(self, raw: mmap, place: Place, replacements: memoryview) -> SlotReader:
@@ -219,26 +229,28 @@ class TableReader:
         buckets, entries_at, units_at = self._slots.place.buckets, self._slots.place.start, self._units_at
         ring_head, touches, ring_mask = self._ring.head, self._ring.touches, len(self._ring.touches) - 1
         sum_of, sound, parts, clock, boottime = crc32c, SOUND, _parts, _clock, _BOOTTIME
+        current, epoch, elsewhere = self._stands.word, self.epoch, self._stands.elsewhere
 
         def get(key: bytes) -> _Held | None:
+            if current[0] != epoch:
+                return elsewhere(key)
             tag, first = first_place(key)
             bucket = first % buckets * 8
             slot = find(tag, bucket, bucket + 8)
             if slot < 0:
                 bucket = second_place(key)[0] % buckets * 8
                 slot = find(tag, bucket, bucket + 8)
-            image = b""
             if slot >= 0:
                 start = slot * 256 + entries_at
                 image = raw[start : start + 256]
-                word, found, ends_ns, expires, _written, value_bytes, unit, value_crc = parts(image)
+                word, found, ends_ns, expires, value_bytes, unit = parts(image)
             # The sum of an entry whose word is 0 is never right: it was made with another word.
-            if not image or sum_of(image) != sound or words[slot] != word or found != key:
+            if slot < 0 or found != key or sum_of(image) != sound or words[slot] != word:
                 entry = search(key)
                 if entry is None:
                     return None
                 image, slot, word = entry
-                _, _, ends_ns, expires, _written, value_bytes, unit, value_crc = parts(image)
+                _, _, ends_ns, expires, value_bytes, unit = parts(image)
             if ends_ns and ends_ns <= clock(boottime):
                 return None
             if unit == _INSIDE:
@@ -246,13 +258,13 @@ class TableReader:
             else:
                 start = units_at + unit * UNIT_BYTES
                 value = raw[start : start + value_bytes]
-                if sum_of(value) != value_crc or words[slot] != word:
+                if sum_of(value) != _fixed(image, _FIXED_AT)[5] or words[slot] != word:
                     # Its entry has left, and the units with it: at that moment it was a miss.
                     return None
             # Two threads at once may lose a touch: it costs an entry its place in the order of use, and a
             # lock would cost every hit.
             head = ring_head[0]
-            touches[head & ring_mask] = slot | (word << 24 & 0xFFFFFFFF00000000)
+            touches[head & ring_mask] = word
             ring_head[0] = head + 1
             return value, expires or None
 
@@ -284,7 +296,7 @@ class TableReader:
         """End this view, so that its mapping can be closed. No call may follow."""
         self._slots.close()
         self._header.release()
-        del self._raw, self.get
+        del self._raw, self._stands, self.get
 
     def _units(self, unit: int, value_bytes: int) -> bytes:
         start = self._units_at + unit * UNIT_BYTES
@@ -371,7 +383,7 @@ class TableWriter(TableReader):
             start = self._units_at + unit * UNIT_BYTES
             self._raw[start : start + len(value)] = value
             self.set_stat("units_used", self._free.used)
-        word = self._writer.next_word()
+        word = self._writer.next_word(slot)
         image = _ENTRY.pack(
             word,
             record.key,

@@ -125,7 +125,7 @@ class World:
     def touch(self, key: bytes, *, former: bool = False) -> None:
         """A worker reads, and the coordinator drains its ring; or it is told of an entry long gone."""
         assert self.reader.get(key) is not None
-        self.arbiter.touches([self._touches[0] ^ former << 40, former << 31], self.now)
+        self.arbiter.touches([self._touches[0] ^ former << 40, former << 23], self.now)
 
     def later(self, s: float) -> None:
         self.now = Now(self.now.unix_ms + int(s * 1000), self.now.boot_ns + int(s * 1e9))

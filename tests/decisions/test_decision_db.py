@@ -183,11 +183,14 @@ def test_what_was_added_together_is_one_row_until_some_of_it_leaves(path: Path) 
     commit(path, Batch(1, numbered(1, 2, 3, 4, 5)), Batch(2, numbered(6)), Batch(3, numbered(8, 9)))
     assert rows(path) == 3
     assert records(path) == numbered(1, 2, 3, 4, 5, 6, 8, 9)
-    commit(path, Batch(4, deleted=[2, 4, 6]))
-    assert rows(path) == 4  # 1, 3 and 5 alone, 8 and 9 together
-    commit(path, Batch(5, numbered(10, 11), deleted=[1, 8, 9]))
+    commit(path, Batch(4, deleted=[2, 6]))
+    assert rows(path) == 3  # 1 alone, 3 to 5 together, 8 and 9 together
+    commit(path, Batch(5, numbered(10, 11), deleted=[1, 4, 8, 9]))
     assert records(path) == numbered(3, 5, 10, 11)
     assert rows(path) == 3
+    large = Record(13, b"large" + bytes(11), b"x" * 40_000, 1, None)
+    commit(path, Batch(6, [*numbered(12), large, Record(14, b"k" * 16, b"x" * 40_000, 1, None)]))
+    assert rows(path) == 5  # 12 and 13 together; with 14 it would be too much
 
 
 def test_one_commit_may_add_and_take_apart_and_fail_without_a_trace(path: Path) -> None:

@@ -22,7 +22,8 @@ STEPS = ("lock", "directories", "budget", "index", "adopt", "drain the queue", "
 """A start, as server.py draws it; epoch is three stores, then the wakes and the removal of what is older."""
 
 EPOCH_STEPS = ("epoch 0", "layout", "epoch")
-"""The stores of control.OwnedControlPage.open_epoch; the other words are as harmless as `layout`."""
+"""The stores of control.OwnedControlPage.open_epoch; the first two only after another build. The other words
+are as harmless as `layout`."""
 
 EPOCH, LAYOUT = range(2)
 _BUFFERED = 2
@@ -126,7 +127,9 @@ class StartModel:
             "epoch": (EPOCH, state.number),
         }
         what = f"coordinator {state.number}: {step}"
-        if step in stores:
+        if step in EPOCH_STEPS[:-1] and _own_view(state, LAYOUT) == _OUR_LAYOUT:
+            yield f"{what} is not needed", after
+        elif step in stores:
             if len(state.buffer) < _BUFFERED:
                 yield what, after._replace(buffer=(*state.buffer, stores[step]))
         elif step == "index":
@@ -193,3 +196,9 @@ class StartModel:
         if worker.left == 1:
             return Worker("done", left=0)
         return Worker(mapped=worker.mapped, left=worker.left - 1)
+
+
+def _own_view(state: State, place: int) -> int:
+    """What the coordinator itself loads: its last store, seen by others or not."""
+    stored = [value for at, value in state.buffer if at == place]
+    return stored[-1] if stored else state.words[place]

@@ -91,6 +91,9 @@ def test_the_epoch_is_stored_last_as_in_the_model() -> None:
     stored: list[str] = []
 
     class Words(dict[int, int]):
+        def __missing__(self, word: int) -> int:
+            return 0
+
         def __setitem__(self, word: int, value: int) -> None:
             stored.append("epoch 0" if word == Word.EPOCH and not value else Word(word).name.lower())
 
