@@ -75,7 +75,7 @@ _FIFO_BYTES = 65_536  # all that a FIFO holds
 _MAGIC = int.from_bytes(b"shmcpag2", "little")
 _COUNTER_WORD = 512 // 8
 _RING_WORD = 4096 // 8
-_ASLEEP_WORD = 128 // 8
+ASLEEP_WORD = 128 // 8
 _DECISION_RING_WORD = DECISION_RING_OFFSET // 8
 _RING_READABLE = RING_WORDS - 1  # the oldest one may be in the middle of being overwritten
 _REPLY_HEAD = struct.Struct("<II")
@@ -286,7 +286,7 @@ class WorkerPage(_PageView):
         fd = self._fifos[mailbox]
         poll = select.poll()
         poll.register(fd, select.POLLIN)
-        self.words[_ASLEEP_WORD + mailbox] = 1
+        self.words[ASLEEP_WORD + mailbox] = 1
         try:
             os.sched_yield()  # the kernel is entered between our word and our look: neither passes the other
             while (body := self.reply(mailbox, request)) is None:
@@ -298,7 +298,7 @@ class WorkerPage(_PageView):
                     os.read(fd, _FIFO_BYTES)
             return body
         finally:
-            self.words[_ASLEEP_WORD + mailbox] = 0
+            self.words[ASLEEP_WORD + mailbox] = 0
 
     def close_in_child(self) -> None:
         """In a forked child: let the parent's lock go with the parent, and touch nothing else."""
@@ -399,7 +399,7 @@ class ClientPage(_PageView):
         view[start + 8 : start + BODY_OFFSET] = _REPLY_HEAD.pack(len(body), crc32c(body))  # 2
         self.words[start // 8] = request  # 3
         with self._barrier:
-            is_asleep = self.words[_ASLEEP_WORD + mailbox]
+            is_asleep = self.words[ASLEEP_WORD + mailbox]
         if is_asleep:
             self.wake(mailbox)  # 4
 

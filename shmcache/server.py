@@ -611,6 +611,8 @@ def _signals() -> Iterator[int]:
             os.write(writer, b"!")
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    # Whoever started us may have held them back meanwhile (tools.demo), and what is held back is inherited.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
     try:
         yield reader
     finally:

@@ -9,15 +9,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
+from support import eventually
 
 from shmcache.errors import ConfigError, OutOfSpace
 from shmcache.shm import Names
 from shmcache.tools import demo
+from shmcache.tools.clean import remove
 from shmcache.tools.demo import Answer, CoordinatorProcess, Scene, Step
 from shmcache.tools.main import make_parser
 
@@ -74,6 +78,28 @@ def test_a_demo_that_is_stopped_takes_everything_down(smollm2: Path, marked: str
         process.stderr.read()
     assert process.returncode == 128 + number
     assert not left_of(process.pid, marked)
+
+
+@pytest.mark.parametrize("when", ["while it is made", "before it is ready"])
+def test_a_signal_during_the_start_leaves_no_coordinator(
+    monkeypatch: pytest.MonkeyPatch, marked: str, when: str
+) -> None:
+    namespace, real = f"demo-{os.getpid()}", subprocess.Popen
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        made = real(*arguments, **options)
+        if when == "while it is made":
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            interruption = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
+            interruption.start()
+        return made
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        CoordinatorProcess(f"--namespace={namespace}", "--ram-file-bytes=1M", "--max-rows=64")
+    remove(namespace)
+    eventually(lambda: not left_of(os.getpid(), marked))
 
 
 def step(name: str, reply: list[int]) -> Step:

@@ -122,6 +122,14 @@ def test_a_signal_during_the_start_stops_it_right_after(space: Namespace, step: 
     assert left_over(space) == []
 
 
+def test_whoever_holds_signals_back_while_it_starts_a_coordinator_can_stop_it(space: Namespace) -> None:
+    space.start(patch=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT}))
+    assert space.coordinator is not None
+    os.kill(space.pid, signal.SIGTERM)
+    assert space.coordinator.wait(WAIT_S) == 0
+    assert left_over(space) == []
+
+
 def test_a_second_coordinator_says_who_runs_and_leaves_with_its_own_code(space: Namespace) -> None:
     space.start()
     first = space.pid

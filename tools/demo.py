@@ -212,22 +212,36 @@ class UnbrokenContext:
 # In the asking process.
 
 
+@contextmanager
+def _held_back(*numbers: signal.Signals) -> Iterator[None]:
+    """These signals come when this has ended, not within it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class CoordinatorProcess:
     """A coordinator as a child of this process."""
 
     def __init__(self, *arguments: str) -> None:
         """Returns when it is ready. Raises ShmcacheError when it does not start (it says why on stderr)."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "shmcache.server", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
+        started = False
         try:
+            with _held_back(signal.SIGINT, signal.SIGTERM):
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "shmcache.server", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                started = True
+            assert self._process.stdout is not None
             ready = self._process.stdout.readline()
         except BaseException:  # whoever interrupts this has no handle to stop it by
-            self.stop()
+            if started:
+                self.stop()
             raise
         if not ready:
             raise ShmcacheError(f"the coordinator did not start (exit code {self.stop()})")

@@ -1,8 +1,10 @@
 """Ask, wait and be answered: queue, mailbox and FIFO in every order, with timeouts, deaths and restarts.
 
 One waiter asks from one mailbox, twice; one owner saves the row that it waits for, lets it go or dies; the
-coordinator receives, handles, and delivers each reply in the four steps of page.ClientPage.send, through a
-store buffer. write(2) and read(2) on the FIFO take its lock, so they come after all stores before them.
+coordinator receives, handles, and delivers each reply in the four steps of page.ClientPage.send. Both store
+through a buffer of their own. write(2) and read(2) on the FIFO take its lock, so they come after all stores
+before them; the coordinator's barrier and the waiter's system call are there so that each one's look comes
+after its stores, too.
 
 A request is a number, a reply the number that it answers and what it says. A reply's length and checksum
 are one value here, the reply itself, and so are both halves of its body: the checksum holds where all
@@ -20,11 +22,16 @@ from typing import Literal, NamedTuple
 
 from explorer import replaced
 
-STEPS = {1: "body", 2: "length and checksum", 3: "request id", 4: "the byte in the FIFO"}
+STEPS = {
+    1: "body",
+    2: "length and checksum",
+    3: "request id",
+    4: "the byte in the FIFO, if its reader sleeps",
+}
 """How a reply is written, by the numbers in page.ClientPage.send."""
 
-WAIT_STEPS = ("look", "poll", "read empty", "look again")
-"""How a reply is waited for, as page.WorkerPage.wait says it."""
+WAIT_STEPS = ("say that we sleep", "look", "poll", "read empty", "look again")
+"""How a reply is waited for after a first look, as page.WorkerPage._sleep says it."""
 
 BODY_A, BODY_B, HEAD, ID = range(4)
 _BUFFERED = 2
@@ -67,9 +74,16 @@ class Coordinator(NamedTuple):
 
 
 class Waiter(NamedTuple):
-    """phase: idle → look id → look head → look a → look b → poll → read empty → look id …, done"""
+    """phase: idle → look id → look head → look a → look b → say → enter kernel → look id … → poll →
+    read empty → look id …, done
+
+    sleeps   it has said so
+    stored   what it has said and others have not seen yet, oldest first
+    """
 
     phase: str = "idle"
+    sleeps: bool = False
+    stored: tuple[bool, ...] = ()
     asked: int = 0  # requests sent so far; the number of the current one
     epoch: int = 1  # of the current one
     head: int = 0
@@ -84,6 +98,7 @@ class State(NamedTuple):
     queue: tuple[Message, ...]
     buffer: tuple[tuple[int, int], ...]
     mailbox: tuple[int, ...]
+    asleep: bool  # the waiter's word, as others see it
     byte: bool  # the FIFO holds something
     in_index: bool
     epoch: int  # of the control page
@@ -131,6 +146,7 @@ class MessageModel:
             queue=(),
             buffer=(),
             mailbox=(0, 0, 0, 0),
+            asleep=False,
             byte=False,
             in_index=False,
             epoch=1,
@@ -155,6 +171,11 @@ class MessageModel:
             mailbox = replaced(state.mailbox, place, value)
             yield f"{STEPS_OF[place]} is seen", state._replace(mailbox=mailbox, buffer=state.buffer[1:])
 
+        if stored := state.waiter.stored:
+            waiter = state.waiter._replace(stored=stored[1:])
+            what = "asleep" if stored[0] else "awake"
+            yield f"{what} is seen", state._replace(asleep=stored[0], waiter=waiter)
+
     # ---- the owner
 
     def _owner_steps(self, state: State) -> Iterator[tuple[str, State]]:
@@ -173,24 +194,19 @@ class MessageModel:
         waiter = state.waiter
         match waiter.phase:
             case "idle":
-                if waiter.asked == len(self._asks):
-                    yield "waiter: done", state._replace(waiter=Waiter("done"))
-                elif not state.coordinator.lives:
-                    yield "waiter: nobody to ask", state._replace(waiter=Waiter("done"))
+                if waiter.asked == len(self._asks) or not state.coordinator.lives:
+                    done = Waiter("done", stored=waiter.stored)
+                    yield "waiter: has asked all, or nobody is there", state._replace(waiter=done)
                 elif len(state.queue) < 2:
                     yield self._send(state, self._asks[waiter.asked])
-            case "look id":
-                is_it = state.mailbox[ID] == waiter.asked
-                phase = "look head" if is_it else self._no_reply()
-                yield "waiter: look", state._replace(waiter=waiter._replace(phase=phase))
-            case "look head":
-                found = waiter._replace(phase="look a", head=state.mailbox[HEAD])
-                yield "waiter: look head", state._replace(waiter=found)
-            case "look a":
-                found = waiter._replace(phase="look b", body_a=state.mailbox[BODY_A])
-                yield "waiter: look a", state._replace(waiter=found)
-            case "look b":
-                yield "waiter: look b", self._judge(state)
+            case "say":
+                if len(waiter.stored) < _BUFFERED:
+                    goes_on = "look id" if "looks before its word is seen" in self._faults else "enter kernel"
+                    said = waiter._replace(phase=goes_on, sleeps=True, stored=(*waiter.stored, True))
+                    yield "waiter: says that it sleeps", state._replace(waiter=said)
+            case "enter kernel":
+                if not waiter.stored:
+                    yield "waiter: enters the kernel", state._replace(waiter=waiter._replace(phase="look id"))
             case "poll":
                 if state.byte:
                     phase = "look id" if "reads empty after looking" in self._faults else "read empty"
@@ -201,8 +217,28 @@ class MessageModel:
                 if "reads empty after looking" in self._faults:
                     after = state._replace(byte=False, waiter=waiter._replace(phase="poll"))
                 yield "waiter: read empty", after
+            case _:
+                yield from self._look_steps(state)
 
-    def _no_reply(self) -> str:
+    def _look_steps(self, state: State) -> Iterator[tuple[str, State]]:
+        waiter = state.waiter
+        match waiter.phase:
+            case "look id":
+                is_it = state.mailbox[ID] == waiter.asked
+                phase = "look head" if is_it else self._no_reply(waiter)
+                yield "waiter: look", state._replace(waiter=waiter._replace(phase=phase))
+            case "look head":
+                found = waiter._replace(phase="look a", head=state.mailbox[HEAD])
+                yield "waiter: look head", state._replace(waiter=found)
+            case "look a":
+                found = waiter._replace(phase="look b", body_a=state.mailbox[BODY_A])
+                yield "waiter: look a", state._replace(waiter=found)
+            case "look b":
+                yield "waiter: look b", self._judge(state)
+
+    def _no_reply(self, waiter: Waiter) -> str:
+        if not waiter.sleeps:
+            return "say"
         return "read empty" if "reads empty after looking" in self._faults else "poll"
 
     def _send(self, state: State, ask: Ask) -> tuple[str, State]:
@@ -215,7 +251,7 @@ class MessageModel:
         waiter = state.waiter
         body_b = state.mailbox[BODY_B]
         if not waiter.head == waiter.body_a == body_b:
-            return state._replace(waiter=waiter._replace(phase=self._no_reply(), head=0, body_a=0))
+            return state._replace(waiter=waiter._replace(phase=self._no_reply(waiter), head=0, body_a=0))
         wrong = ""
         if Reply(body_b).request != waiter.asked:
             wrong = f"M1: request {waiter.asked} got the answer to {Reply(body_b).request}"
@@ -223,7 +259,8 @@ class MessageModel:
 
     def _next(self, state: State) -> State:
         waiter = state.waiter
-        return state._replace(waiter=Waiter(asked=waiter.asked, late=waiter.late))
+        stored = (*waiter.stored, False) if waiter.sleeps else waiter.stored
+        return state._replace(waiter=Waiter(asked=waiter.asked, late=waiter.late, stored=stored))
 
     def _other_ends(self, state: State) -> Iterator[tuple[str, State]]:
         """How a wait ends without an answer: the deadline, the lock, the epoch."""
@@ -306,7 +343,7 @@ class MessageModel:
         return state._replace(coordinator=coordinator, in_index=state.in_index or published)
 
     def _deliver(self, state: State) -> Iterator[tuple[str, State]]:
-        """1. body  2. length and checksum  3. request id  4. the byte."""
+        """1. body  2. length and checksum  3. request id  4. the byte, if its reader sleeps."""
         coordinator = state.coordinator
         reply = coordinator.left[0]
         order = list(STEPS)
@@ -321,8 +358,8 @@ class MessageModel:
             after = coordinator._replace(left=coordinator.left[1:], at=1)
         what = f"coordinator: {step} {STEPS[step]} of the reply to {Reply(reply).request}"
         if step == 4:
-            if not state.buffer:
-                yield what, state._replace(coordinator=after, byte=True)
+            if not state.buffer or "looks whether anybody sleeps before its reply is seen" in self._faults:
+                yield what, state._replace(coordinator=after, byte=state.byte or state.asleep)
             return
         stores = {
             1: ((BODY_A, reply), (BODY_B, reply)),

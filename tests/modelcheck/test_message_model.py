@@ -50,6 +50,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "id before the body": ({"late": 0}, "M1"),
     "byte before the reply": ({"late": 0}, "M2"),
     "reads empty after looking": ({"late": 0}, "M2"),
+    "looks before its word is seen": ({"late": 0}, "M2"),
+    "looks whether anybody sleeps before its reply is seen": ({"late": 0}, "M2"),
     "does not look at the lock": ({"late": 0, "dies": 1, "starts": 0}, "M2"),
     "does not look at the epoch": ({"late": 0, "dies": 1}, "M2"),
 }
@@ -79,9 +81,12 @@ def test_the_steps_of_a_reply_are_those_of_the_code() -> None:
         client = ClientPage(space.names, worker.client)
         taken: list[int] = []
         _watch(client, taken)
-        assert client.send(0, 7, b"body")
-        assert taken == list(STEPS)
+        client.send(0, 7, b"body")
+        assert taken == [1, 2, 3], "nobody sleeps"
         assert worker.wait(0, 7, time.monotonic_ns() + 10**9) == b"body"
+        worker.words[page.ASLEEP_WORD] = 1
+        client.send(0, 8, b"body")
+        assert taken == [1, 2, 3, *STEPS]
 
 
 class _Watched:
@@ -124,10 +129,11 @@ def _watch(client: ClientPage, taken: list[int]) -> None:
 
 
 def test_the_steps_of_a_wait_are_those_of_the_code() -> None:
-    documented = (inspect.getdoc(WorkerPage.wait) or "").lower()
+    documented = (inspect.getdoc(WorkerPage._sleep) or "").lower()
     assert ", ".join(WAIT_STEPS) in documented
-    code = inspect.getsource(WorkerPage.wait)
-    assert code.index("self.reply(") < code.index("poll.poll(") < code.index("os.read(")
+    code = inspect.getsource(WorkerPage._sleep)
+    taken = ("] = 1", "os.sched_yield()", "self.reply(", "poll.poll(", "os.read(")
+    assert sorted(taken, key=code.index) == list(taken)
 
 
 def test_a_wait_ends_when_the_next_coordinator_is_there_before_anybody_has_looked(
