@@ -10,7 +10,7 @@ bitmap of the tail lengths that its rows have.
            ├───────────────┤ blocks         48 bytes a slot
            ├───────────────┤ bitmaps       128 bytes a slot: bit t = some row of this block has tail t
     -4,096 ├───────────────┤ header and statistics, last so that a row's slot is the offset of its tag
-           └───────────────┘ 8 slots are a bucket
+           └───────────────┘
 
     offset size name          writer       meaning
     header
@@ -42,8 +42,7 @@ bitmap of the tail lengths that its rows have.
         40    4 zero          coordinator
         44    4 check         coordinator  as a row's
 
-A key belongs into two buckets, named by two words of its own, and may lie in any of their 16 slots. A
-new one goes into its first bucket while 3 slots or more are free there, then into the emptier of the two.
+Two words of a key name its two buckets (`buckets`).
 At max_rows rows fill 4.5 of 8 slots, blocks the same at most: 93 % of keys lie in their first bucket (78
 % after long churn), and of 6.5 million publishes into a full table 26 met two full buckets.
 
@@ -110,6 +109,7 @@ from weakref import ref
 import msgspec
 from crc32c import crc32c
 
+from shmcache.buckets import SLOTS, buckets_for, free_slot, matches, slots_of
 from shmcache.errors import LayoutMismatch
 from shmcache.key import BLOCK_BYTES, KEY_BYTES, PrefixWalk
 from shmcache.page import COUNTERS
@@ -148,16 +148,9 @@ STAT_NAMES = (
 """
 
 HEADER_BYTES = 4096
-SLOTS = 8
 ROW_BYTES = 128
 BLOCK_ENTRY_BYTES = 48
 BITMAP_BYTES = BLOCK_BYTES // 8
-
-# How full buckets are at max_rows, and how full the first one may get before the second is looked at.
-# With 5 and 4 of 8, 40 % of keys would end up in their second bucket; with 6 and 4 one publish in a
-# hundred into a full, churning table would meet two full buckets.
-USED_PER_BUCKET = 4.5
-PREFER_FIRST_BELOW = 6
 
 _MAGIC = int.from_bytes(b"shmcidx1", "little")
 _MAGIC_WORD, _LAYOUT_WORD, _EPOCH_WORD, _MAX_ROWS_WORD, _ROW_BUCKETS_WORD, _BLOCK_BUCKETS_WORD = range(6)
@@ -268,6 +261,11 @@ class _Table:
     def entry(self, slot: int) -> int:
         return self.entries + slot * self.entry_bytes
 
+    def buckets_of(self, key: bytes) -> tuple[bytes, int, int]:
+        """The tag of a key, and its two buckets."""
+        tag, first, second = _places(key)
+        return tag, first % self.buckets * SLOTS, second % self.buckets * SLOTS
+
     def words(self, segment: memoryview) -> memoryview:
         """The publish words by slot, of a segment seen as words."""
         return segment[self.entries // 8 : self.entry(self.slots) // 8 : self.entry_bytes // 8]
@@ -284,8 +282,7 @@ class _Layout:
 
     @classmethod
     def of(cls, max_rows: int) -> _Layout:
-        # Two more, so that a table for a handful of rows has a choice at all.
-        buckets = int(max_rows / USED_PER_BUCKET) + 2
+        buckets = buckets_for(max_rows)
         return cls(buckets, buckets)
 
 
@@ -379,24 +376,20 @@ class IndexReader:
 
     def _search(self, key: bytes, *, is_retry: bool) -> Found | None:
         """The whole algorithm; `get` is its first match and its plain miss, unrolled."""
-        tag, *choices = _places(key)
+        tag, *buckets = self._rows.buckets_of(key)
         words = self.row_words
         self._retries += is_retry
         for is_last in (True,) if is_retry else (False, True):
             self._replacements = self._header[_REPLACEMENTS_WORD]
             differs = False
-            for choice in choices:
-                bucket = choice % self._rows.buckets * SLOTS
-                slot = self._find(tag, bucket, bucket + SLOTS)  # 1
-                while slot >= 0:
-                    if word := words[slot]:  # 2
-                        entry = self._rows.entry(slot)
-                        image = self._raw[entry : entry + ROW_BYTES]  # 3
-                        if crc32c(image) or words[slot] != word:  # 4, 5
-                            differs = True
-                        elif image[_KEY] == key:  # 6
-                            return Found(image, slot, word)
-                    slot = self._find(tag, slot + 1, bucket + SLOTS)
+            for slot in matches(self._find, tag, buckets):  # 1
+                if word := words[slot]:  # 2
+                    entry = self._rows.entry(slot)
+                    image = self._raw[entry : entry + ROW_BYTES]  # 3
+                    if crc32c(image) or words[slot] != word:  # 4, 5
+                        differs = True
+                    elif image[_KEY] == key:  # 6
+                        return Found(image, slot, word)
             if not differs and self._header[_REPLACEMENTS_WORD] == self._replacements:  # 7
                 return None
             if is_last:
@@ -446,19 +439,15 @@ class IndexReader:
 
     def _find_block(self, block_key: bytes) -> tuple[int, int]:
         """Slot and publish word of a block; slot -1 where it is not there."""
-        words, find, tags = self._block_words, self._find, self._blocks.tags
-        tag, *choices = _places(block_key)
-        for choice in choices:
-            bucket = choice % self._blocks.buckets * SLOTS + tags
-            at = find(tag, bucket, bucket + SLOTS)
-            while at >= 0:
-                slot = at - tags
-                if word := words[slot]:
-                    entry = self._blocks.entry(slot)
-                    image = self._raw[entry : entry + BLOCK_ENTRY_BYTES]
-                    if not crc32c(image) and words[slot] == word and image[_KEY] == block_key:
-                        return slot, word
-                at = find(tag, at + 1, bucket + SLOTS)
+        words, tags = self._block_words, self._blocks.tags
+        tag, first, second = self._blocks.buckets_of(block_key)
+        for at in matches(self._find, tag, (first + tags, second + tags)):
+            slot = at - tags
+            if word := words[slot]:
+                entry = self._blocks.entry(slot)
+                image = self._raw[entry : entry + BLOCK_ENTRY_BYTES]
+                if not crc32c(image) and words[slot] == word and image[_KEY] == block_key:
+                    return slot, word
         return -1, 0
 
     def at(self, slot: int) -> Found | None:
@@ -647,21 +636,12 @@ class IndexWriter(IndexReader):
 
     def _choices(self, key: bytes) -> list[int]:
         """The row slots of both buckets of a key."""
-        buckets = {choice % self._rows.buckets for choice in _places(key)[1:]}
-        return [bucket * SLOTS + number for bucket in buckets for number in range(SLOTS)]
+        return slots_of(self._rows.buckets_of(key)[1:])
 
     def _free_slot(self, table: _Table, words: memoryview, key: bytes) -> int:
         """A free slot for a key in its better bucket; -1 where both are full."""
-        _, first, second = _places(key)
-        first, second = first % table.buckets * SLOTS, second % table.buckets * SLOTS
-        first_words = words[first : first + SLOTS].tolist()
-        second_words = words[second : second + SLOTS].tolist()
-        first_free, second_free = first_words.count(0), second_words.count(0)
-        if not first_free and not second_free:
-            return -1
-        if first_free > SLOTS - PREFER_FIRST_BELOW or first_free >= second_free:
-            return first + first_words.index(0)
-        return second + second_words.index(0)
+        _, first, second = table.buckets_of(key)
+        return free_slot(first, second, lambda bucket: words[bucket : bucket + SLOTS].tolist())
 
     def _bit(self, block: int, tail: int) -> tuple[int, int]:
         """Where a tail's bit is: the offset of its word, and the word with this bit alone."""

@@ -1,13 +1,12 @@
 """Given a key: in which slot of a hash table in shared memory is its entry?
 
-    tags      1 byte a slot: the first byte of its key; 8 slots are a bucket
+    tags      as in buckets
     entries   fixed size, a multiple of 8:   word 8 | key | body | check 4
 
     word   generation << 24 | slot << 1 | 1, or 0: free: it names one entry, of all times
     check  CRC32C of all bytes before it, word included
 
-A key belongs into two buckets, named by its bytes 8 to 16, and may lie in any of their 16 slots: in the
-first while 3 slots or more are free there, then in the emptier of the two. Entries never move.
+Bytes 8 to 16 of a key name its two buckets (`buckets`).
 
 Publish: each step is one copy or one word store, in this order.
     P1 body         body and check of a free slot, whose word is 0
@@ -48,9 +47,7 @@ from mmap import mmap
 import msgspec
 from crc32c import crc32c
 
-SLOTS = 8
-USED_PER_BUCKET = 4.5
-PREFER_FIRST_BELOW = 6
+from shmcache.buckets import SLOTS, buckets_for, free_slot, matches, slots_of
 
 _PUBLISHED, _SLOT_BITS = 1, 23
 _CHECK = struct.Struct("<I")
@@ -79,8 +76,8 @@ class Place(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, entries: int, entry_bytes: int) -> Place:
-        """Place for so many entries. Two buckets more, so that a handful has a choice at all."""
-        return cls(int(entries / USED_PER_BUCKET) + 2, entry_bytes)
+        """Place for so many entries."""
+        return cls(buckets_for(entries), entry_bytes)
 
     @property
     def slots(self) -> int:
@@ -119,21 +116,17 @@ class SlotReader:
 
     def get(self, key: bytes) -> Entry | None:
         """The entry of a key, or None."""
-        tag, *choices = _places(key)
+        tag, *buckets = self._buckets_of(key)
         for is_last in (False, True):
             replacements = self._replacements[0]
             differs = False
-            for choice in choices:
-                bucket = choice % self._buckets * SLOTS
-                slot = self._find(tag, bucket, bucket + SLOTS)  # 1
-                while slot >= 0:
-                    if word := self.words[slot]:  # 2
-                        image = self._image(slot)  # 3
-                        if crc32c(image) != SOUND or self.words[slot] != word:  # 4, 5
-                            differs = True
-                        elif image[8:24] == key:  # 6
-                            return image, slot, word
-                    slot = self._find(tag, slot + 1, bucket + SLOTS)
+            for slot in matches(self._find, tag, buckets):  # 1
+                if word := self.words[slot]:  # 2
+                    image = self._image(slot)  # 3
+                    if crc32c(image) != SOUND or self.words[slot] != word:  # 4, 5
+                        differs = True
+                    elif image[8:24] == key:  # 6
+                        return image, slot, word
             if not differs and self._replacements[0] == replacements:  # 7
                 return None
             if is_last:
@@ -165,6 +158,11 @@ class SlotReader:
         self._replacements.release()
         del self._raw, self._find
 
+    def _buckets_of(self, key: bytes) -> tuple[bytes, int, int]:
+        """The tag of a key, and its two buckets."""
+        tag, first, second = _places(key)
+        return tag, first % self._buckets * SLOTS, second % self._buckets * SLOTS
+
     def _image(self, slot: int) -> bytes:
         start = slot * self._size + self._start
         return self._raw[start : start + self._size]
@@ -184,32 +182,23 @@ class SlotWriter(SlotReader):
 
     def free_slot(self, key: bytes) -> int:
         """A free slot for a key in its better bucket; -1 where both are full."""
-        _, first, second = _places(key)
-        taken = self._taken
-        first = first % self._buckets * SLOTS
-        first_free = taken.count(0, first, first + SLOTS)
-        if first_free > SLOTS - PREFER_FIRST_BELOW:
-            return taken.find(0, first, first + SLOTS)
-        second = second % self._buckets * SLOTS
-        better = first if first_free >= taken.count(0, second, second + SLOTS) else second
-        return taken.find(0, better, better + SLOTS)
+        _, first, second = self._buckets_of(key)
+        return free_slot(first, second, self._states)
+
+    def _states(self, bucket: int) -> bytearray:
+        return self._taken[bucket : bucket + SLOTS]
 
     def choices(self, key: bytes) -> list[int]:
         """The slots of both buckets of a key."""
-        buckets = {choice % self._buckets for choice in _places(key)[1:]}
-        return [bucket * SLOTS + number for bucket in buckets for number in range(SLOTS)]
+        return slots_of(self._buckets_of(key)[1:])
 
     def get(self, key: bytes) -> Entry | None:
         """The entry of a key, or None. What the one writer sees is whole, so nothing is checked."""
-        tag, first, second = _places(key)
-        for choice in (first, second):
-            bucket = choice % self._buckets * SLOTS
-            slot = self._find(tag, bucket, bucket + SLOTS)
-            while slot >= 0:
-                start = slot * self._size + self._start
-                if (word := self.words[slot]) and self._raw[start + 8 : start + 24] == key:
-                    return self._image(slot), slot, word
-                slot = self._find(tag, slot + 1, bucket + SLOTS)
+        tag, *buckets = self._buckets_of(key)
+        for slot in matches(self._find, tag, buckets):
+            start = slot * self._size + self._start
+            if (word := self.words[slot]) and self._raw[start + 8 : start + 24] == key:
+                return self._image(slot), slot, word
         return None
 
     def next_word(self, slot: int) -> int:
