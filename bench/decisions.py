@@ -43,7 +43,7 @@ from typing import Any
 import laya
 import laya.router
 
-from bench.harness import Options, Row, compared, paired, timed, typical
+from bench.harness import Options, Row, compared, measured, paired, timed, typical
 from shmcache.decisions import DecisionCache, DetectionMemo, MemoryStore, SqliteStore
 from shmcache.decisions.codec import decode, encode
 from shmcache.decisions.key import Facts, KeyMaker
@@ -371,13 +371,8 @@ def _bytes(world: World) -> Iterable[Row]:
     seed_bytes = (world.directory / "seed.sqlite3").stat().st_size / count
     shared_bytes = segment_bytes(HELD, LARGER_BYTES // 256) / HELD
     ours = sum(file.stat().st_size for file in world.directory.glob("ours.sqlite3*")) / len(world.store)
-    yield _row("bytes_per_decision_vs_sqlite", "B", "SQLite file", shared_bytes, seed_bytes)
-    yield _row("disk_bytes_vs_sqlite", "B", "SQLite file", ours, seed_bytes)
-
-
-def _row(name: str, unit: str, peer: str, ours: float, peer_value: float) -> Row:
-    """A row of two sizes or counts, which have no rounds."""
-    return Row(name=name, ours=ours, unit=unit, peer=peer, peer_value=peer_value, ratio=ours / peer_value)
+    yield measured("bytes_per_decision_vs_sqlite", "B", "SQLite file", shared_bytes, seed_bytes)
+    yield measured("disk_bytes_vs_sqlite", "B", "SQLite file", ours, seed_bytes)
 
 
 def _beside_the_seed(world: World, count: int, options: Options) -> Iterable[Row]:
@@ -397,7 +392,7 @@ def _beside_the_seed(world: World, count: int, options: Options) -> Iterable[Row
     for item in items:
         memory.add(*item)
     yield beside("memory_get", 0.48, _each(memory.get, keys))
-    yield _row("memory_bytes", "B", "the seed's figure", _heap_bytes(items[: HELD // 10]), 336)
+    yield measured("memory_bytes", "B", "the seed's figure", _heap_bytes(items[: HELD // 10]), 336)
     for name, figure, full in (("sqlite_add", 115.0, False), ("sqlite_add_full", 276.0, True)):
         sqlite = SqliteStore(world.directory / f"{name}.sqlite3", full=full)
 
@@ -410,7 +405,7 @@ def _beside_the_seed(world: World, count: int, options: Options) -> Iterable[Row
             with sqlite3.connect(world.directory / f"{name}.sqlite3") as file:
                 file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             size_bytes = (world.directory / f"{name}.sqlite3").stat().st_size / len(items)
-            yield _row("sqlite_bytes", "B", "the seed's figure", size_bytes, 319)
+            yield measured("sqlite_bytes", "B", "the seed's figure", size_bytes, 319)
         yield beside(name, figure, _each(add, range(50)))
         sqlite.close()
     for characters, figure in SEED_ROUTER_HIT_US.items():
@@ -511,4 +506,4 @@ def _herd(rounds: int) -> Row:
         for process in members:
             process.join()
     most = max(count.value for count in computed)
-    return _row("herd_computations", "passes", "one pass for all", most, 1)
+    return measured("herd_computations", "passes", "one pass for all", most, 1)

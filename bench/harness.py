@@ -51,6 +51,11 @@ class Options(msgspec.Struct, frozen=True):
         return MIN_REPEATS if self.quick else 21
 
 
+def measured(name: str, unit: str, peer: str, ours: float, peer_value: float) -> Row:
+    """A row of two sizes or counts, which have no rounds."""
+    return Row(name=name, ours=ours, unit=unit, peer=peer, peer_value=peer_value, ratio=ours / peer_value)
+
+
 def compared(
     name: str, unit: str, peer: str, sides: tuple[Callable[[], float], Callable[[], float]], repeats: int
 ) -> Row:

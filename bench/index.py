@@ -6,7 +6,7 @@ same size (128 bytes).
 
     reader_get_vs_lmdb              word, body, check, word; 100,000 rows; random keys
     whole_hit_vs_lmdb, _vs_sqlite   a hit as a worker has it (bench.hits)
-    hit_growth_vs_lmdb_growth       the same at a million rows ÷ the same at a thousand
+    hit_growth_vs_lmdb_growth       the same at a million rows (with --quick 200,000) ÷ the same at a thousand
     hit_p99_under_churn_vs_idle     one hit's p99 while another process publishes 2,000 rows a second
     two_readers_vs_one              lookups a second of two processes ÷ those of one
     coordinator_bytes_per_row       what the coordinator holds beside the index (bench.memory)
@@ -28,7 +28,7 @@ from pathlib import Path
 import lmdb
 
 from bench import hits, memory
-from bench.harness import Options, Row, compared, percentile, typical
+from bench.harness import Options, Row, compared, paired, percentile, typical
 from shmcache import index
 from shmcache.shm import SHM_ROOT, Mapping
 
@@ -49,7 +49,8 @@ def rows(options: Options) -> Iterable[Row]:
         yield _p99(directory, options)
         yield from hits.rows(options, directory)
         yield memory.row(directory)
-        with Pair(directory, SMALL) as small, Pair(directory, LARGE) as large:
+        large_rows = LARGE // 5 if options.quick else LARGE
+        with Pair(directory, SMALL) as small, Pair(directory, large_rows) as large:
             yield _growth(small, large, options)
 
 
@@ -121,14 +122,9 @@ def _nobody(slots: object) -> int:
 
 
 def _get(pair: Pair, options: Options) -> Row:
-    chunks = pair.chunks(40 if options.quick else 200)
-    return compared(
-        "reader_get_vs_lmdb",
-        "us",
-        "py-lmdb get",
-        (lambda: _ours_us(pair, chunks), lambda: _lmdb_us(pair, chunks)),
-        options.repeats,
-    )
+    chunks = pair.chunks(40)
+    sides = (lambda: _ours_us(pair, chunks), lambda: _lmdb_us(pair, chunks))
+    return paired("reader_get_vs_lmdb", "us", "py-lmdb get", sides, 3 * options.repeats)
 
 
 def _ours_us(pair: Pair, chunks: list[list[bytes]]) -> float:

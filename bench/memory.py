@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from bench import hits
-from bench.harness import MIN_REPEATS, Row, compared
+from bench.harness import Row, measured
 from shmcache import kvc
 from shmcache.coordinator import Coordinator, Now, TierState
 from shmcache.index import IndexWriter, segment_bytes
@@ -36,12 +36,13 @@ def row(directory: Path) -> Row:
     place = directory / "rows"
     with closing(Lane(partial(MemoryTier, Tier.RAM_FILE, place), lambda: None)) as lane:
         keys = _fill(place)
-        return compared(
+        # Counted, not timed: once is enough.
+        return measured(
             "coordinator_bytes_per_row",
             "bytes",
             "OrderedDict",
-            (partial(_held_bytes, partial(_adopted, lane)), partial(_held_bytes, partial(_objects, keys))),
-            MIN_REPEATS,
+            _held_bytes(partial(_adopted, lane)),
+            _held_bytes(partial(_objects, keys)),
         )
 
 
