@@ -23,6 +23,7 @@ from __future__ import annotations
 import atexit
 import errno
 import itertools
+import math
 import os
 import queue
 import threading
@@ -56,6 +57,7 @@ RESERVE_TIMEOUT_MS = 250
 _ANSWER_NS = 2_000_000_000
 _IDLE_S = 0.5
 _BAD_WORDS = 1000  # publications that did not verify, remembered until so many are
+_UNREADABLE_S = 60.0
 _VERDICT_COUNTERS: dict[VerdictKind, str] = {
     "present": "save_present",
     "held": "save_held",
@@ -302,7 +304,8 @@ class Cache:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._helper: threading.Thread | None = None
         self._slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
-        self._bad_words: set[int] = set()
+        # By publication, until when (time.monotonic()) it is not tried.
+        self._bad_words: dict[int, float] = {}
         self._buffers = ReadBuffers()
         self._in_fd = -1
         self._in_place = (0, Path())
@@ -359,7 +362,7 @@ class Cache:
         kept = self._kept.get(found.key)
         if kept is not None and kept.found.word == found.word:
             return kept
-        if found.word in self._bad_words:
+        if time.monotonic() < self._bad_words.get(found.word, 0):
             return None
         try:
             return self._opened(found)
@@ -377,6 +380,9 @@ class Cache:
             self._drop(found, str(error))
         except FAULTS as error:
             self.connection.fault("map", error)
+            if isinstance(error, OSError) and error.errno == errno.EIO:
+                # A device may take seconds to say so, and no request waits for that twice in a row.
+                self._shun(found, _UNREADABLE_S)
         return None
 
     def _opened(self, found: Found) -> Hit:
@@ -422,14 +428,18 @@ class Cache:
         key = found.row.key
         with self._lock:
             self._kept.let_go(key)
-            # Until the coordinator has heard of it, and while there is none, nobody here tries it again.
-            if len(self._bad_words) >= _BAD_WORDS:
-                self._bad_words.clear()
-            self._bad_words.add(found.word)
+        self._shun(found, math.inf)  # also until the coordinator has heard of it, and while there is none
         if not self.read_only:
             self.connection.tell(
                 lambda head: protocol.Drop(**head, key=key, word=found.word, why=why[:200], aside=aside)
             )
+
+    def _shun(self, found: Found, for_s: float) -> None:
+        """Let nobody here try this publication for so long."""
+        with self._lock:
+            if len(self._bad_words) >= _BAD_WORDS:
+                self._bad_words.clear()
+            self._bad_words[found.word] = time.monotonic() + for_s
 
     # ---- SAVE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import mmap
@@ -731,6 +732,33 @@ def test_a_slab_that_is_not_ours_or_not_there_is_dropped_once(space: Namespace, 
     if planted != "directory":
         eventually(lambda: save(cache, WHO, B, b"again"))
         assert longest(cache, WHO, C) == (len(B), b"again")
+
+
+def test_a_row_that_a_device_cannot_read_is_left_alone_for_a_while_and_not_forgotten(
+    space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space.start()
+    cache = space.cache()
+    save(cache, WHO, A, b"shorter")
+    save(cache, WHO, B, b"longer")
+    cache.let_go()
+    tried = []
+    real = shm.Mapping.open
+
+    def failing(path: Any, **options: Any) -> Any:
+        if path.name == file_name(key_of(B)):
+            tried.append(path)
+            raise OSError(errno.EIO, "read error")
+        return real(path, **options)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(shm.Mapping, "open", failing)
+        for _ in range(3):
+            assert longest(cache, WHO, C) == (len(A), b"shorter")
+        assert len(tried) == count(cache, "cache_faults") == 1
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + client._UNREADABLE_S)
+    assert longest(cache, WHO, C) == (len(B), b"longer")
 
 
 def test_a_row_that_did_not_restore_is_dropped_everywhere(space: Namespace) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ from shmcache.tools.main import make_parser
 
 COMMAND = [sys.executable, "-m", "shmcache.tools.main", "demo", "--json", "--explain-saves"]
 STEPS = ["cold", "other_worker", "next_turn", "coordinator_restarted", "workers_restarted"]
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A run in the background ignores SIGINT, and so would all that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -97,7 +106,7 @@ def test_a_signal_during_the_start_leaves_no_coordinator(
 
     monkeypatch.setattr(subprocess, "Popen", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        CoordinatorProcess(f"--namespace={namespace}", "--ram-file-bytes=1M", "--max-rows=64")
+        CoordinatorProcess(f"--namespace={namespace}", "--ram-file-bytes=1M", "--max-rows=64").stop()
     remove(namespace)
     eventually(lambda: not left_of(os.getpid(), marked))
 
