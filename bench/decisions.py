@@ -238,7 +238,7 @@ def rows(options: Options) -> Iterable[Row]:
     """All rows of this bench."""
     # Room for all that is added: nobody has to leave for another.
     with _world(HELD + 4 * (options.repeats + 1) * ADDS) as world:
-        count = 1_000 if options.quick else 4_000
+        count = 600 if options.quick else 4_000
         for characters in SIZES:
             yield _hit(world, characters, count, options)
         yield from _gets(world, options)
@@ -321,7 +321,7 @@ def _hit(world: World, characters: int, count: int, options: Options) -> Row:
 
 def _gets(world: World, options: Options) -> Iterable[Row]:
     keys = world.some_keys(GETS)
-    pairs = 30 if options.quick else 200
+    pairs = 20 if options.quick else 200
     for name, peer, get in (
         ("store_get_vs_sqlite", "SELECT, WAL", world.seed.get),
         ("store_get_vs_memory", "locked OrderedDict", world.memory.get),
