@@ -22,7 +22,7 @@ from typing import Any
 import llama_cpp
 
 from bench.calibration import LABELLED, QUESTIONS
-from bench.harness import Options, Row
+from bench.harness import Options, Row, measured
 from shmcache.decisions import DecisionCache, SqliteStore
 from shmcache.tools.model import model_path
 from shmcache.workers.decide import DecisionModel
@@ -49,7 +49,7 @@ def rows(options: Options) -> Iterable[Row]:
         replayed_ms, replayed = _decided(caches[1], other, states)
     yield _shares("same_answers_alone", "Q4_1, Q8_0: a cache each", alone, others)
     yield _shares("same_answers_shared", "Q4_1, Q8_0: one SQLite file", stored, replayed)
-    yield Row("replay", replayed_ms, "ms", "computed by Q4_1", computed_ms, replayed_ms / computed_ms)
+    yield measured("replay", "ms", "computed by Q4_1", replayed_ms, computed_ms)
 
 
 def requantised(path: Path, directory: Path) -> Path:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Options, Row
+from bench.harness import Options, Row, measured
 from shmcache.tools.model import model_path
 from shmcache.workers.decide import DecisionModel, Labelled, calibration_error, fit_temperature
 
@@ -39,7 +39,7 @@ def rows(options: Options) -> Iterable[Row]:
             temperature = fit_temperature(scored[::2])
             after, before = (calibration_error(scored[1::2], value) for value in (temperature, 1.0))
             peer = f"temperature 1, not {temperature:.2f}"
-            yield Row(f"ece_{question['type']}", after, "", peer, before, after / before)
+            yield measured(f"ece_{question['type']}", "", peer, after, before)
 
 
 def scored_rows(model: DecisionModel, name: str, step: int = 1) -> list[Labelled]:

@@ -52,7 +52,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 def measured(name: str, unit: str, peer: str, ours: float, peer_value: float) -> Row:
-    """A row of two sizes or counts, which have no rounds."""
+    """A row of one figure a side, as sizes and counts are, which need no rounds."""
     return Row(name=name, ours=ours, unit=unit, peer=peer, peer_value=peer_value, ratio=ours / peer_value)
 
 
@@ -64,7 +64,7 @@ def compared(
     Each side returns its own figure in `unit`. One round of each runs before the counting ones.
     """
     ours, peers = (statistics.median(values) for values in _rounds(sides, repeats))
-    return Row(name=name, ours=ours, unit=unit, peer=peer, peer_value=peers, ratio=ours / peers)
+    return measured(name, unit, peer, ours, peers)
 
 
 def paired(
@@ -72,7 +72,7 @@ def paired(
 ) -> Row:
     """As compared, but ratio is the median of the pairs' own ratios.
 
-    For rounds of seconds: what else the machine does changes from pair to pair more than within one.
+    For where what else the machine does, or its speed, changes from pair to pair more than within one.
     """
     ours, peers = _rounds(sides, pairs, takes_turns=True)
     ratio = statistics.median(one / other for one, other in zip(ours, peers, strict=True))

@@ -32,7 +32,7 @@ import httpx
 import msgspec
 import openai
 
-from bench.harness import Options, Row, percentile
+from bench.harness import Options, Row, measured, percentile
 from shmcache.tools.clean import remove
 from shmcache.tools.demo import CoordinatorProcess
 from shmcache.tools.model import model_path
@@ -121,10 +121,10 @@ def rows(options: Options) -> Iterable[Row]:
     for peer, side in (("no_cache", no_cache), ("llama_cpp_server", theirs)):
         for name, share in (("p50", 0.5), ("p99", 0.99)):
             times = (percentile(one.first_token_s, share) * 1e3 for one in (ours, side))
-            yield _row(f"ttft_{name}_vs_{peer}", "ms", peer, *times)
+            yield measured(f"ttft_{name}_vs_{peer}", "ms", peer, *times)
         rates = (len(one.first_token_s) / one.took_s for one in (ours, side))
-        yield _row(f"requests_per_s_vs_{peer}", "1/s", peer, *rates)
-    yield _row("failed_requests", "", "asked", ours.failed, scale.clients * (scale.turns + 1))
+        yield measured(f"requests_per_s_vs_{peer}", "1/s", peer, *rates)
+    yield measured("failed_requests", "", "asked", ours.failed, scale.clients * (scale.turns + 1))
 
 
 async def _turns(sides: Sequence[Side], scale: Scale) -> None:
@@ -231,7 +231,3 @@ def _n_ctx(scale: Scale) -> int:
 def _text(rng: random.Random, tokens: int) -> str:
     """Some words, about a token each."""
     return " ".join(rng.choice(_WORDS) for _ in range(tokens))
-
-
-def _row(name: str, unit: str, peer: str, ours: float, peer_value: float) -> Row:
-    return Row(name=name, ours=ours, unit=unit, peer=peer, peer_value=peer_value, ratio=ours / peer_value)

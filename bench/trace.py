@@ -33,7 +33,7 @@ import llama_cpp
 import msgspec
 from llama_cpp.llama_cache import LlamaRAMCache
 
-from bench.harness import Options, Row, paired
+from bench.harness import Options, Row, measured, paired
 from shmcache.config import Gates
 from shmcache.tools.clean import remove
 from shmcache.tools.demo import CoordinatorProcess
@@ -157,12 +157,14 @@ def rows(options: Options) -> Iterable[Row]:
         without = run_trace("uncached", scale, namespace)
         ram_cache = run_trace("ram_cache", scale, namespace)
         tokens = ours.prefill_tokens
-        yield _row("total_prefill_tokens_vs_no_cache", tokens, "tokens", "no cache", without.prefill_tokens)
-        yield _row("total_time_vs_no_cache", ours.time_s, "s", "no cache", without.time_s)
+        yield measured(
+            "total_prefill_tokens_vs_no_cache", "tokens", "no cache", tokens, without.prefill_tokens
+        )
+        yield measured("total_time_vs_no_cache", "s", "no cache", ours.time_s, without.time_s)
         name = "total_prefill_tokens_vs_llama_ram_cache"
-        yield _row(name, tokens, "tokens", "LlamaRAMCache", ram_cache.prefill_tokens)
+        yield measured(name, "tokens", "LlamaRAMCache", tokens, ram_cache.prefill_tokens)
         for part, took_s in ours.parts.items():
-            yield _row(f"split_{part}_vs_requests", took_s * 1e3, "ms", "requests", ours.time_s * 1e3)
+            yield measured(f"split_{part}_vs_requests", "ms", "requests", took_s * 1e3, ours.time_s * 1e3)
         yield herd(namespace, scale)
         yield overhead(namespace, scale)
 
@@ -218,7 +220,7 @@ def herd(namespace: str, scale: Scale) -> Row:
     with _workers("shared", HERD, scale, namespace) as pool:
         calls = [pool.submit("complete", worker=number, tokens=tokens) for number in range(HERD)]
         prefills = sum(call.result() > PREFILL for call in calls)
-    return _row("herd_prefills", prefills, "", "one prefill", 1)
+    return measured("herd_prefills", "", "one prefill", prefills, 1)
 
 
 @contextmanager
@@ -260,10 +262,6 @@ def _text(rng: random.Random, n_tokens: int) -> str:
 
 def _unrelated(rng: random.Random, n_tokens: int) -> list[int]:
     return [rng.randrange(100, 20_000) for _ in range(n_tokens)]
-
-
-def _row(name: str, ours: float, unit: str, peer: str, peer_value: float) -> Row:
-    return Row(name, ours, unit, peer, peer_value, ours / peer_value)
 
 
 def _split(llama: SharedLlama, parts: dict[str, float]) -> None:

@@ -426,9 +426,10 @@ class Cache:
 
     def _drop(self, found: Found, why: str, *, aside: bool = False) -> None:
         key = found.row.key
+        # First, so that nobody here maps it again; and until the coordinator, if any, has heard of it.
+        self._shun(found, math.inf)
         with self._lock:
             self._kept.let_go(key)
-        self._shun(found, math.inf)  # also until the coordinator has heard of it, and while there is none
         if not self.read_only:
             self.connection.tell(
                 lambda head: protocol.Drop(**head, key=key, word=found.word, why=why[:200], aside=aside)

@@ -64,7 +64,7 @@ CLOCK_SLACK_MS = 60_000
 """A record that was written more than this in the future is of a clock that was wrong: expired."""
 
 GONE_TOGETHER = 64
-"""So many decisions at most are in the database and not in the table any more, and for a tick (I3)."""
+"""When so many have left the table the next commit takes them out of the database; fewer, the tick (I3)."""
 
 DURABILITY_NUMBER: dict[Durability, int] = {"memory": 0, "commit": 1, "full": 2}
 _SLOTS_A_TICK = 512
